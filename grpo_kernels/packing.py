@@ -1,0 +1,99 @@
+"""Rows and sequences: how a batch of completions is laid out for the loss, and what the loss is divided by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LossCounts:
+    """What the loss is divided by, over *all* micro-batches and all processes of one optimiser step.
+
+    tokens: tokens that count in the loss (mask is true), those of groups without signal included.
+    sequences: completions with at least one such token.
+    """
+
+    tokens: int
+    sequences: int
+
+    def __post_init__(self) -> None:
+        if self.tokens < 0 or self.sequences < 0:
+            raise ValueError(f"LossCounts(tokens={self.tokens}, sequences={self.sequences}): counts cannot be negative")
+
+    @classmethod
+    def of(cls, mask: Tensor, sequence_of_row: Tensor) -> LossCounts:
+        """The counts of one batch: `mask` [rows] bool, `sequence_of_row` [rows] int64."""
+        return cls(int(mask.sum()), int(torch.unique(sequence_of_row[mask]).numel()))
+
+    def __add__(self, other: LossCounts) -> LossCounts:
+        return LossCounts(self.tokens + other.tokens, self.sequences + other.sequences)
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Rows of one batch, flattened: row t belongs to sequence `sequence_of_row[t]` and counts where `mask[t]`.
+
+    `shape` is the caller's leading shape, [rows] or [batch, length]; `sequences` is None where the caller gave no boundaries.
+    """
+
+    shape: torch.Size
+    mask: Tensor
+    sequence_of_row: Tensor
+    sequences: int | None
+
+    @classmethod
+    def of(cls, shape: torch.Size, device: torch.device, mask: Tensor | None, cu_seqlens: Tensor | None) -> RowLayout:
+        """From padded rows [batch, length], where each batch entry is a sequence, or packed rows [rows] with `cu_seqlens`.
+
+        Raises:
+            ValueError: naming `mask` or `cu_seqlens`.
+        """
+        rows = shape.numel()
+        flat_mask = torch.ones(rows, dtype=torch.bool, device=device)
+        if mask is not None:
+            if mask.shape != shape or mask.dtype.is_floating_point:
+                raise ValueError(
+                    f"mask has shape {tuple(mask.shape)} and dtype {mask.dtype}; "
+                    f"it must be bool or integer (0: leave out) of shape {tuple(shape)}"
+                )
+            flat_mask = mask.to(device).reshape(-1) != 0
+        if len(shape) == 2:
+            if cu_seqlens is not None:
+                raise ValueError("cu_seqlens goes with packed rows [rows, H]; padded rows [batch, length, H] have their boundaries already")
+            sequence_of_row = torch.arange(shape[0], device=device).repeat_interleave(shape[1])
+            return cls(shape, flat_mask, sequence_of_row, shape[0])
+        if cu_seqlens is None:
+            return cls(shape, flat_mask, torch.zeros(rows, dtype=torch.int64, device=device), None)
+        lengths = _lengths(cu_seqlens, rows)
+        sequence_of_row = torch.repeat_interleave(torch.arange(lengths.numel()), lengths).to(device)
+        return cls(shape, flat_mask, sequence_of_row, lengths.numel())
+
+    def per_row(self, name: str, values: Tensor, *, per_sequence: bool = False) -> Tensor:
+        """`values` as [rows] float32: of the caller's shape, or with `per_sequence` also one value per sequence."""
+        values = values.detach()
+        if not values.dtype.is_floating_point:
+            raise ValueError(f"{name} has dtype {values.dtype}; it must be floating point")
+        if values.shape == self.shape:
+            return values.reshape(-1).float()
+        allowed = [tuple(self.shape)]
+        if per_sequence and self.sequences is not None:
+            if values.shape == (self.sequences,):
+                return values.float()[self.sequence_of_row]
+            allowed.append((self.sequences,))
+        hint = " (one value per sequence needs cu_seqlens)" if per_sequence and self.sequences is None else ""
+        raise ValueError(f"{name} has shape {tuple(values.shape)}; it must be {' or '.join(map(str, allowed))}{hint}")
+
+
+def _lengths(cu_seqlens: Tensor, rows: int) -> Tensor:
+    bounds = cu_seqlens.detach().cpu()
+    if bounds.dim() != 1 or bounds.numel() < 1 or bounds.dtype.is_floating_point:
+        raise ValueError(f"cu_seqlens has shape {tuple(bounds.shape)} and dtype {bounds.dtype}; it must be integer, [sequences + 1]")
+    lengths = bounds.long().diff()
+    if int(bounds[0]) != 0 or int(bounds[-1]) != rows or bool((lengths < 0).any()):
+        raise ValueError(
+            f"cu_seqlens is {bounds.tolist()[:8]}{'...' if bounds.numel() > 8 else ''}; it must rise from 0 to the {rows} rows"
+        )
+    return lengths

@@ -1,0 +1,44 @@
+"""Builds the compiled module `grpo_kernels._native` with CMake. Everything else is in pyproject.toml.
+
+The module is optional: without a compiler the wheel is pure Python and the operators fall back to torch, so a failed build is a warning.
+`GRPO_KERNELS_SKIP_EXT=1` leaves it out on purpose. No torch is imported here: the module takes raw pointers.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
+
+ROOT = Path(__file__).resolve().parent
+
+
+class CMakeBuild(build_ext):
+    def build_extension(self, ext: Extension) -> None:
+        import pybind11
+
+        target = Path(self.get_ext_fullpath(ext.name)).resolve()
+        build = Path(self.build_temp).resolve() / "cmake"
+        build.mkdir(parents=True, exist_ok=True)
+        configure = [
+            "cmake", "-S", str(ROOT), "-B", str(build), "-DCMAKE_BUILD_TYPE=Release",
+            f"-DPython_EXECUTABLE={sys.executable}", f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
+            f"-DGRPO_MODULE_FILE={target.name}", f"-DGRPO_MODULE_DIR={target.parent}",
+        ]  # fmt: skip
+        try:
+            subprocess.run(configure, check=True)
+            subprocess.run(["cmake", "--build", str(build), "--parallel", str(os.cpu_count() or 1)], check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise CompileError(f"the compiled CPU module could not be built ({error}); grpo-kernels will use its torch backend") from error
+
+
+skip = os.environ.get("GRPO_KERNELS_SKIP_EXT") == "1"
+setup(
+    ext_modules=[] if skip else [Extension("grpo_kernels._native", sources=[], optional=True)],
+    cmdclass={"build_ext": CMakeBuild},
+)

@@ -1,0 +1,438 @@
+"""`linear_grpo_loss` against its float64 specification, and the invariances that must hold exactly or nearly so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from problems import Problem, check_against_float64, fused, make, reference, relative, take
+
+from grpo_kernels import LossCounts, Objective, backends, linear_grpo_loss
+from grpo_kernels.backends.torch import TorchBackend
+
+AVAILABLE = [status.name for status in backends() if status.available]
+OBJECTIVES = {
+    "grpo": Objective.grpo(),
+    "grpo_kl3": Objective.grpo(kl_coef=0.04),
+    "dr_grpo": Objective.dr_grpo(constant_length=16),
+    "dapo": Objective.dapo(),
+    "k1": Objective(kl="k1", kl_coef=0.1, aggregation="token"),
+    "k2": Objective(kl="k2", kl_coef=0.1, aggregation="token"),
+}
+
+
+@pytest.mark.parametrize("backend", AVAILABLE)
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_every_objective(backend: str, name: str) -> None:
+    check_against_float64(make(70, 33, 1003, objective=OBJECTIVES[name]), backend=backend)
+
+
+@pytest.mark.parametrize("backend", AVAILABLE)
+@pytest.mark.parametrize("rows", [1, 7, 256, 321])
+@pytest.mark.parametrize(("width", "vocabulary"), [(1, 2), (48, 1000), (65, 2053), (64, 1024)])
+def test_shapes(backend: str, rows: int, width: int, vocabulary: int) -> None:
+    alone = {"masked": 0.0, "old": False} if rows == 1 else {}  # a single row must not be masked or clipped away
+    check_against_float64(*(make(rows, width, vocabulary, seed=seed, **alone) for seed in range(4)), backend=backend)
+
+
+@pytest.mark.parametrize("backend", AVAILABLE)
+def test_one_row_more_than_a_chunk(backend: str) -> None:
+    chunk = TorchBackend(torch.device("cpu")).rows_per_chunk(517)
+    check_against_float64(make(chunk + 1, 24, 517, masked=0.0), backend=backend)
+
+
+@pytest.mark.parametrize("backend", AVAILABLE)
+@pytest.mark.parametrize(
+    ("dtype", "weight_dtype"),
+    [(torch.bfloat16, None), (torch.float16, None), (torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)],
+)
+def test_half_precision_and_mixed(backend: str, dtype: torch.dtype, weight_dtype: torch.dtype | None) -> None:
+    # On policy, where the ratio is exactly 1: off policy, torch's bf16 logits push tokens across the clip edge and prove nothing.
+    check_against_float64(make(90, 64, 1003, dtype=dtype, weight_dtype=weight_dtype, old=False), backend=backend)
+
+
+def test_float64_is_exact() -> None:
+    p = make(40, 16, 301, dtype=torch.float64, objective=OBJECTIVES["grpo_kl3"])
+    ours, _ = fused(p)
+    exact = reference(p, torch.float64)
+    assert relative(ours.weight_gradient, exact.weight_gradient) < 1e-6  # advantages and old log-probabilities are float32
+    assert relative(ours.logprobs[ours.logprobs != 0], exact.logprobs[ours.logprobs != 0]) < 1e-12
+
+
+@pytest.mark.parametrize("backend", AVAILABLE)
+@pytest.mark.parametrize("temperature", [0.6, 1.5])
+def test_temperature(backend: str, temperature: float) -> None:
+    check_against_float64(make(60, 32, 700, temperature=temperature), backend=backend)
+
+
+@pytest.mark.parametrize("backend", AVAILABLE)
+def test_all_logits_far_below_zero(backend: str) -> None:
+    """Phantom vocabulary columns (logit 0) would take all the probability here."""
+    p = make(50, 32, 1023)
+    hidden = torch.cat([p.hidden, torch.ones(50, 1)], 1)
+    weight = torch.cat([p.weight, torch.full((1023, 1), -25.0)], 1)
+    check_against_float64(replace(p, hidden=hidden, weight=weight), backend=backend)
+
+
+@pytest.mark.parametrize("backend", AVAILABLE)
+def test_target_with_probability_near_one(backend: str) -> None:
+    """1 - p is 1e-9 and less, below float32's resolution of p: the gradient must still have its digits."""
+    p = make(32, 16, 400, objective=Objective(aggregation="token"), masked=0.0, old=False, logit_scale=0.5)
+    hidden = p.hidden.clone()
+    weight = p.weight.clone()
+    hidden[:, 0] = torch.linspace(4.0, 5.0, 32)
+    weight[:, 0] = 0.0
+    weight[7, 0] = 6.5
+    p = replace(p, hidden=hidden, weight=weight, targets=torch.full((32,), 7))
+    ours, _ = fused(p, backend=backend)
+    exact = reference(p, torch.float64)
+    assert float(-exact.logprobs.max()) < 1e-8
+    assert relative(ours.logprobs, exact.logprobs) < 1e-5
+    assert relative(ours.hidden_gradient, exact.hidden_gradient) < 1e-5
+    assert relative(ours.weight_gradient, exact.weight_gradient) < 1e-5
+
+
+@pytest.mark.parametrize("backend", AVAILABLE)
+@pytest.mark.parametrize("gap", [40.0, 69.0, 100.0, 500.0])
+def test_target_with_tiny_probability(backend: str, gap: float) -> None:
+    """p = e^-gap, 1e-30 at 69: the anchored sum overflows from 88 on and the row's maximum takes over."""
+    p = make(20, 16, 1100, objective=Objective(aggregation="token"), masked=0.0, old=False)
+    hidden = torch.cat([p.hidden, torch.zeros(20, 1)], 1)
+    hidden[3:9, -1] = 1.0
+    weight = torch.cat([p.weight, torch.zeros(1100, 1)], 1)
+    weight[5, -1] = gap
+    targets = torch.where(p.targets == 5, 6, p.targets)
+    p = replace(p, hidden=hidden, weight=weight, targets=targets)
+    assert float(reference(p, torch.float64).logprobs.min()) < -gap + 15
+    ours, _ = fused(p, backend=backend)
+    exact = reference(p, torch.float64)
+    assert relative(ours.logprobs, exact.logprobs) < 1e-6
+    assert float((ours.entropy - exact.entropy).abs().max()) < 2e-5
+    assert relative(ours.hidden_gradient, exact.hidden_gradient) < 2e-6
+    assert relative(ours.weight_gradient, exact.weight_gradient) < 2e-6
+
+
+@pytest.mark.parametrize("backend", AVAILABLE)
+def test_no_rows(backend: str) -> None:
+    p = make(0, 8, 50)
+    ours, _ = fused(p, backend=backend)
+    assert float(ours.loss) == 0.0
+    assert ours.hidden_gradient.shape == (0, 8)
+    assert torch.equal(ours.weight_gradient, torch.zeros(50, 8))
+
+
+@pytest.mark.parametrize("backend", AVAILABLE)
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_masked_rows_change_nothing_whatever_they_hold(backend: str, poison: float) -> None:
+    p = make(80, 24, 333, objective=OBJECTIVES["grpo_kl3"])
+    clean, _ = fused(p, backend=backend)
+    hidden, targets, advantages = p.hidden.clone(), p.targets.clone(), p.advantages.clone()
+    old, ref = p.old.clone(), p.ref.clone()
+    off = ~p.mask
+    assert off.any()
+    hidden[off], targets[off], advantages[off], old[off], ref[off] = poison, -100, poison, poison, poison
+    dirty, result = fused(replace(p, hidden=hidden, targets=targets, advantages=advantages, old=old, ref=ref), backend=backend)
+    for name in ("loss", "hidden_gradient", "weight_gradient", "logprobs", "entropy"):
+        assert torch.equal(getattr(clean, name), getattr(dirty, name)), name
+    assert not result.computed[off].any()
+    assert torch.equal(dirty.hidden_gradient[off], torch.zeros_like(dirty.hidden_gradient[off]))
+
+
+def test_everything_masked() -> None:
+    p = make(30, 8, 60)
+    ours, _ = fused(replace(p, mask=torch.zeros(30, dtype=torch.bool), hidden=torch.full((30, 8), float("nan"))))
+    assert float(ours.loss) == 0.0
+    assert not ours.hidden_gradient.any()
+    assert not ours.weight_gradient.any()
+
+
+@pytest.mark.parametrize("backend", AVAILABLE)
+def test_nan_in_an_unmasked_row_is_not_hidden(backend: str) -> None:
+    p = make(30, 8, 60, masked=0.0)
+    hidden = p.hidden.clone()
+    hidden[4] = float("nan")
+    ours, _ = fused(replace(p, hidden=hidden), backend=backend)
+    assert torch.isnan(ours.loss)
+    assert torch.isnan(ours.weight_gradient).any()
+
+
+def test_a_masked_log_ratio_of_100_and_an_unmasked_kl_of_90_stay_finite() -> None:
+    p = make(40, 16, 90, objective=OBJECTIVES["grpo_kl3"])
+    old, ref = p.old.clone(), p.ref.clone()
+    old[~p.mask] -= 100.0
+    ref[p.mask] += 90.0
+    ours, _ = fused(replace(p, old=old, ref=ref))
+    assert torch.isfinite(ours.loss)
+    assert torch.isfinite(ours.hidden_gradient).all()
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_pieces_of_a_batch_add_up(name: str) -> None:
+    """Micro-batches with the batch's global counts: loss and gradients are those of the whole."""
+    p = make(120, 24, 333, objective=OBJECTIVES[name])
+    whole, _ = fused(p)
+    cuts = [0, 1, 5, 6, len(p.lengths)]
+    parts = [(take(p, slice(a, b))) for a, b in pairwise(cuts)]
+    answers = [fused(part, counts=p.counts())[0] for part in parts]
+    assert sum(float(a.loss) for a in answers) == pytest.approx(float(whole.loss), rel=1e-5, abs=1e-7)
+    assert relative(sum(a.weight_gradient for a in answers), whole.weight_gradient) < 1e-6
+    assert relative(torch.cat([a.hidden_gradient for a in answers]), whole.hidden_gradient) < 1e-6
+
+
+@pytest.mark.parametrize("rows", [32, 96, 1000])
+def test_the_chunk_size_does_not_matter(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    p = make(200, 24, 2500)
+    whole, _ = fused(p)
+    monkeypatch.setattr(TorchBackend, "rows_per_chunk", lambda self, vocabulary: rows)
+    cut, _ = fused(p)
+    assert relative(cut.weight_gradient, whole.weight_gradient) < 1e-6
+    assert relative(cut.hidden_gradient, whole.hidden_gradient) < 1e-6
+    assert float(cut.loss) == pytest.approx(float(whole.loss), rel=1e-6)
+
+
+def test_weight_gradient_in_bf16_does_not_degrade_with_the_number_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bf16 running sum over 64 chunks is several times worse than one chunk; a float32 one is not."""
+    p = make(512, 32, 300, dtype=torch.bfloat16, old=False, masked=0.0)
+    exact = reference(p, torch.float64).weight_gradient
+    errors = []
+    for rows in (512, 8):
+        monkeypatch.setattr(TorchBackend, "rows_per_chunk", lambda self, vocabulary, rows=rows: rows)
+        errors.append(relative(fused(p)[0].weight_gradient, exact))
+    assert errors[1] <= 1.1 * errors[0]
+
+
+def test_the_order_of_sequences_does_not_matter() -> None:
+    p = make(90, 16, 200, objective=OBJECTIVES["grpo"])
+    bounds = p.cu_seqlens.tolist()
+    order = torch.randperm(len(p.lengths)).tolist()
+    rows = torch.cat([torch.arange(bounds[i], bounds[i + 1]) for i in order])
+    shuffled = replace(
+        p,
+        hidden=p.hidden[rows],
+        targets=p.targets[rows],
+        advantages=p.advantages[rows],
+        mask=p.mask[rows],
+        old=p.old[rows],
+        lengths=[p.lengths[i] for i in order],
+    )
+    first, second = fused(p)[0], fused(shuffled)[0]
+    assert relative(second.weight_gradient, first.weight_gradient) < 1e-6
+    assert float(first.loss) == pytest.approx(float(second.loss), rel=1e-5)
+
+
+def test_half_the_upstream_gradient_halves_the_gradients() -> None:
+    p = make(50, 16, 200)
+    one, half = fused(p)[0], fused(p, upstream=0.5)[0]
+    assert torch.equal(half.hidden_gradient, one.hidden_gradient * 0.5)
+    assert torch.equal(half.weight_gradient, one.weight_gradient * 0.5)
+    assert one.weight_gradient.abs().max() > 0
+
+
+def test_doubling_the_counts_halves_the_loss() -> None:
+    p = make(50, 16, 200)
+    counts = p.counts()
+    one, two = fused(p, counts=counts)[0], fused(p, counts=counts + counts)[0]
+    assert float(two.loss) == pytest.approx(float(one.loss) / 2, rel=1e-6)
+    assert torch.allclose(two.weight_gradient * 2, one.weight_gradient, rtol=1e-5, atol=0)
+
+
+def test_padded_and_packed_give_the_same() -> None:
+    p = make(60, 16, 120, objective=OBJECTIVES["grpo"])
+    bounds, longest = p.cu_seqlens.tolist(), max(p.lengths)
+    batch = len(p.lengths)
+    padded = {
+        "hidden": torch.full((batch, longest, 16), float("nan")),
+        "targets": torch.full((batch, longest), -100),
+        "mask": torch.zeros(batch, longest, dtype=torch.long),
+        "old": torch.full((batch, longest), float("nan")),
+        "advantages": torch.zeros(batch, longest),
+    }
+    for i, length in enumerate(p.lengths):
+        rows = slice(bounds[i], bounds[i + 1])
+        for name, source in (("hidden", p.hidden), ("targets", p.targets), ("mask", p.mask), ("old", p.old), ("advantages", p.advantages)):
+            padded[name][i, :length] = source[rows].to(padded[name].dtype)
+    hidden, weight = padded["hidden"].requires_grad_(), p.weight.detach().requires_grad_()
+    result = linear_grpo_loss(
+        hidden,
+        weight,
+        padded["targets"],
+        padded["advantages"],
+        objective=p.objective,
+        old_logprobs=padded["old"],
+        mask=padded["mask"],
+    )
+    result.loss.backward()
+    packed = fused(p)[0]
+    assert result.loss.item() == pytest.approx(float(packed.loss), rel=1e-6)
+    assert torch.equal(weight.grad, packed.weight_gradient)
+    assert torch.equal(hidden.grad[padded["mask"] != 0], packed.hidden_gradient[p.mask])
+    assert result.logprobs.shape == (batch, longest)
+
+
+def test_one_advantage_per_sequence() -> None:
+    p = make(40, 16, 90)
+    per_sequence = torch.randn(len(p.lengths))
+    row = replace(p, advantages=per_sequence[p.sequence_of_row])
+    hidden = p.hidden.detach().requires_grad_()
+    result = linear_grpo_loss(
+        hidden, p.weight, p.targets, per_sequence, objective=p.objective, cu_seqlens=p.cu_seqlens, old_logprobs=p.old, mask=p.mask
+    )
+    result.loss.backward()
+    assert torch.equal(hidden.grad, fused(row)[0].hidden_gradient)
+
+
+def test_rows_without_advantage_are_left_out_only_when_nothing_else_moves_them() -> None:
+    p = make(40, 16, 90, masked=0.0)
+    advantages = p.advantages.clone()
+    advantages[::2] = 0.0
+    exact = reference(replace(p, advantages=advantages), torch.float64)
+    ours, result = fused(replace(p, advantages=advantages))
+    assert result.computed.tolist() == (advantages != 0).tolist()
+    assert relative(ours.weight_gradient, exact.weight_gradient) < 1e-5  # the normaliser still counts them
+    with_kl = make(40, 16, 90, masked=0.0, objective=OBJECTIVES["grpo_kl3"])
+    _, result = fused(replace(with_kl, advantages=advantages))
+    assert result.computed.all()
+
+
+def test_any_stride() -> None:
+    p = make(40, 16, 90)
+    plain = fused(p)[0]
+    wide = torch.randn(40, 32)
+    wide[:, ::2] = p.hidden
+    tall = p.weight.t().contiguous().t()
+    strided = fused(replace(p, hidden=wide[:, ::2], weight=tall, advantages=p.advantages.repeat_interleave(3)[::3]))[0]
+    assert relative(strided.weight_gradient, plain.weight_gradient) < 1e-6
+    assert relative(strided.hidden_gradient, plain.hidden_gradient) < 1e-6
+
+
+def test_expanded_inputs() -> None:
+    """Stride 0: one hidden row for all tokens, and one advantage for all."""
+    p = make(24, 16, 90, masked=0.0)
+    hidden = p.hidden[:1].expand(24, 16)
+    spread = replace(p, hidden=hidden, advantages=torch.tensor(0.7).expand(24), old=None)
+    assert relative(fused(spread)[0].weight_gradient, reference(spread, torch.float64).weight_gradient) < 1e-6
+
+
+def test_frozen_weight_gets_no_gradient_and_no_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = make(40, 16, 90)
+    calls = []
+    monkeypatch.setattr(TorchBackend, "add_weight_gradient", lambda *a, **k: calls.append(1))
+    hidden = p.hidden.detach().requires_grad_()
+    result = linear_grpo_loss(hidden, p.weight, p.targets, p.advantages, objective=p.objective, old_logprobs=p.old, mask=p.mask)
+    result.loss.backward()
+    assert not calls
+    assert p.weight.grad is None
+    monkeypatch.undo()
+    assert torch.equal(hidden.grad, fused(p)[0].hidden_gradient)
+
+
+def test_without_gradients_only_the_loss_is_computed() -> None:
+    p = make(40, 16, 90)
+    with torch.no_grad():
+        hidden, weight = p.hidden.detach().requires_grad_(), p.weight.detach().requires_grad_()
+        result = linear_grpo_loss(
+            hidden, weight, p.targets, p.advantages, objective=p.objective, cu_seqlens=p.cu_seqlens, old_logprobs=p.old, mask=p.mask
+        )
+    assert not result.loss.requires_grad
+    assert float(result.loss) == float(fused(p)[0].loss)
+
+
+def test_two_backwards() -> None:
+    p = make(30, 16, 90)
+    hidden = p.hidden.detach().requires_grad_()
+    result = linear_grpo_loss(hidden, p.weight, p.targets, p.advantages, objective=p.objective, old_logprobs=p.old, mask=p.mask)
+    result.loss.backward(retain_graph=True)
+    first = hidden.grad.clone()
+    result.loss.backward()
+    assert torch.equal(hidden.grad, first * 2)
+    with pytest.raises(RuntimeError, match="retain_graph"):
+        result.loss.backward()
+
+
+def test_autocast_does_not_round_the_products() -> None:
+    p = make(30, 64, 900)
+    plain = fused(p)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = fused(p)[0]
+    assert torch.equal(plain.logprobs, cast.logprobs)
+    assert torch.equal(plain.weight_gradient, cast.weight_gradient)
+
+
+def test_clipping_statistics_and_gradients_have_their_textbook_values() -> None:
+    """One token each: ratio 1.3 with A = 1 (clipped high), 1.3 with A = -1, 0.7 with A = -1 (clipped low), 0.7 with A = 1."""
+    weight = torch.eye(4)
+    hidden = torch.tensor([[1.0, 0.5, 0.0, -0.5]]).repeat(4, 1)
+    targets = torch.tensor([1, 1, 1, 1])
+    now = torch.log_softmax(hidden @ weight.t(), -1)[:, 1]
+    ratio = torch.tensor([1.3, 1.3, 0.7, 0.7])
+    advantages = torch.tensor([1.0, -1.0, -1.0, 1.0])
+    objective = Objective(aggregation="token")
+    probability = torch.softmax(hidden[0], 0)
+    onehot = torch.eye(4)[1]
+    for i, (loss, coefficient) in enumerate([(-1.2, 0.0), (1.3, 1.3), (0.8, 0.0), (-0.7, -0.7)]):
+        h = hidden[i : i + 1].clone().requires_grad_()
+        result = linear_grpo_loss(
+            h, weight, targets[:1], advantages[i : i + 1], objective=objective, old_logprobs=(now - ratio.log())[i : i + 1]
+        )
+        result.loss.backward()
+        assert result.loss.item() == pytest.approx(loss, rel=1e-5)
+        assert torch.allclose(h.grad[0], coefficient * (onehot - probability), atol=1e-6)
+        assert bool(result.clipped_high) == (i == 0)
+        assert bool(result.clipped_low) == (i == 2)
+        assert float(result.ratio) == pytest.approx(float(ratio[i]), rel=1e-5)
+
+
+@pytest.mark.parametrize(("objective", "expected"), [("grpo", 0.0), ("dapo", -0.6), ("dr_grpo", -0.1875)])
+def test_aggregations_have_their_textbook_values(objective: str, expected: float) -> None:
+    """First update (loss per token is -A), advantages +1 and -1, lengths 4 and 1: as measured on TRL."""
+    chosen = {"grpo": Objective.grpo(), "dapo": Objective.dapo(), "dr_grpo": Objective.dr_grpo(constant_length=8)}[objective]
+    hidden = torch.randn(5, 3)
+    result = linear_grpo_loss(
+        hidden, torch.randn(7, 3), torch.arange(5), torch.tensor([1.0, -1.0]), objective=chosen, cu_seqlens=torch.tensor([0, 4, 5])
+    )
+    assert float(result.loss) == pytest.approx(expected, abs=1e-7)
+
+
+def test_an_unmasked_sequence_that_is_all_masked_does_not_count() -> None:
+    p: Problem = make(30, 8, 40, objective=OBJECTIVES["grpo"], masked=0.0)
+    mask = p.mask.clone()
+    mask[p.sequence_of_row == 0] = False
+    assert replace(p, mask=mask).counts() == LossCounts(int(mask.sum()), len(p.lengths) - 1)
+    check_against_float64(replace(p, mask=mask))
+
+
+BAD = {
+    "hidden has shape": {"hidden": torch.zeros(4)},
+    "weight has shape": {"weight": torch.zeros(7, 4)},
+    "targets has shape": {"targets": torch.zeros(4, dtype=torch.long)},
+    "targets holds 7 at row 2": {"targets": torch.tensor([0, 1, 7, 2, 3])},
+    "targets holds -1 at row 0": {"targets": torch.tensor([-1, 1, 6, 2, 3])},
+    "hidden has dtype": {"hidden": torch.zeros(5, 3, dtype=torch.int32)},
+    "advantages has shape": {"advantages": torch.zeros(2)},
+    "advantages has dtype": {"advantages": torch.ones(5, dtype=torch.long)},
+    "old_logprobs has shape": {"old_logprobs": torch.zeros(4)},
+    "mask has shape": {"mask": torch.ones(4, dtype=torch.bool)},
+    "mask has shape .* dtype torch.float32": {"mask": torch.ones(5)},
+    "temperature is 0": {"temperature": 0.0},
+    "temperature is nan": {"temperature": float("nan")},
+    "backend is 'gpu'": {"backend": "gpu"},
+    "cu_seqlens is": {"cu_seqlens": torch.tensor([0, 3])},
+    "cu_seqlens has shape": {"cu_seqlens": torch.tensor([0.0, 5.0])},
+    "needs the boundaries": {"objective": Objective.grpo()},
+    "ref_logprobs is None": {"objective": Objective(kl_coef=0.1, aggregation="token")},
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_arguments_are_named(message: str) -> None:
+    good = {
+        "hidden": torch.randn(5, 3),
+        "weight": torch.randn(7, 3),
+        "targets": torch.arange(5),
+        "advantages": torch.randn(5),
+        "objective": Objective.dapo(),
+    }
+    with pytest.raises(ValueError, match=message):
+        linear_grpo_loss(**{**good, **BAD[message]})
