@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from problems import make, reference
 
 from grpo_kernels import backends, linear_logprobs
+from problems import make, reference
 
 
 @pytest.mark.parametrize("backend", [status.name for status in backends() if status.available])

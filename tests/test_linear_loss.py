@@ -7,10 +7,10 @@ from itertools import pairwise
 
 import pytest
 import torch
-from problems import Problem, check_against_float64, fused, make, reference, relative, take
 
 from grpo_kernels import LossCounts, Objective, backends, linear_grpo_loss
 from grpo_kernels.backends.torch import TorchBackend
+from problems import Problem, check_against_float64, fused, make, reference, relative, take
 
 AVAILABLE = [status.name for status in backends() if status.available]
 OBJECTIVES = {

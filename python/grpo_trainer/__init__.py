@@ -1,0 +1,1 @@
+"""A thin GRPO trainer around grpo_kernels."""

@@ -1,0 +1,1 @@
+"""What a person sees and keeps of a run."""

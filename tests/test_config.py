@@ -1,0 +1,160 @@
+"""What a user can get wrong in a recipe or on the command line: one clear sentence, exit code 2, before any work."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from grpo_trainer.cli import main
+from grpo_trainer.config import Config, load_config
+from grpo_trainer.errors import UserError
+from tiny import write_model
+
+RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))
+GOOD = {"model": "somewhere", "task": {"name": "arithmetic"}}
+
+
+def recipe(folder: Path, **settings: object) -> Path:
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(GOOD | settings))
+    return path
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_shipped_recipes_are_valid(path: Path) -> None:
+    assert load_config(path).steps > 0
+
+
+def test_overrides(tmp_path: Path) -> None:
+    config = load_config(recipe(tmp_path), ["sampling.temperature=0.7", "steps=3", "task.name=countdown", "optimizer.learning_rate=1e-5"])
+    assert (config.sampling.temperature, config.steps, config.task.name, config.optimizer.learning_rate) == (0.7, 3, "countdown", 1e-5)
+
+
+def test_a_resolved_config_can_be_read_back(tmp_path: Path) -> None:
+    config = load_config(recipe(tmp_path), ["objective.preset=dr_grpo"])
+    path = tmp_path / "resolved.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump()))
+    assert load_config(path) == config
+
+
+def test_presets(tmp_path: Path) -> None:
+    def objective(*overrides: str) -> tuple[object, str]:
+        config = load_config(recipe(tmp_path), list(overrides))
+        return config.objective.build(config.sampling.max_new_tokens), config.objective.scale()
+
+    built, scale = objective("objective.preset=dr_grpo", "sampling.max_new_tokens=33")
+    assert (built.aggregation, built.constant_length, scale) == ("constant", 33, "none")
+    built, scale = objective("objective.preset=dapo", "objective.kl_coef=0.1", "objective.kl=k1")
+    assert (built.aggregation, built.clip_high, built.kl, built.kl_coef, scale) == ("token", 0.28, "k1", 0.1, "group")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["group_sise=8"], "unknown key 'group_sise'; did you mean 'group_size'?"),
+        (["sampling.temprature=1"], "unknown key 'sampling.temprature'; did you mean 'sampling.temperature'?"),
+        (["task.largst=3"], "unknown key 'task.largst'; did you mean 'task.largest'?"),
+        (["zzzzzzzz=1"], "unknown key 'zzzzzzzz'; grpo train --help lists the keys"),
+        (["group_size=1"], "group_size is 1; it must be at least 2"),
+        (["sampling.temperature=0"], "sampling.temperature is 0; it must be greater than 0"),
+        (["sampling.temperature=hot"], "sampling.temperature is 'hot'; it must be a valid number"),
+        (["sampling.temperature=.nan"], "sampling.temperature is nan"),
+        (["steps=0"], "steps is 0; it must be greater than or equal to 1"),
+        (["steps=2.5"], "steps is 2.5; it must be a valid integer"),
+        (["objective.preset=ppo"], "objective.preset is 'ppo'; it must be 'grpo', 'dr_grpo' or 'dapo'"),
+        (["objective.clip_low=1.5"], "objective.clip_low is 1.5; it must be less than or equal to 1"),
+        (["task.name=chess"], "task.name is 'chess'; it must be one of 'arithmetic', 'countdown'"),
+        (["task=chess"], "task"),
+        (["task.held_out=100"], "task.held_out is 100; there are only 100 sums"),
+        (["backend=gpu"], "backend is 'gpu'"),
+        (["steps"], "override 'steps' is not of the form key=value"),
+        (["steps.more=1", "steps.more.less=2"], "override 'steps.more.less=2': more holds the value 1"),
+        (["model="], "model is None"),
+        (["seed=-1"], "seed is -1"),
+        (["save_every=-1", "steps=0"], "steps is 0; .*; save_every is -1"),
+    ],
+)
+def test_bad_settings_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], message: str) -> None:
+    assert main(["train", str(recipe(tmp_path)), *overrides]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert re.search(message if ".*" in message else re.escape(message), error), error
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("a: [", "not valid YAML"), ("- a\n- b", "holds a list"), ("task: {name: arithmetic}", "model is missing"), ("", "model is missing")],
+)
+def test_malformed_recipes(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message):
+        load_config(path)
+
+
+def test_a_missing_recipe(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is not a file"):
+        load_config(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize("model", ["./no/such/folder", "/no/such/folder", "nosuchmodel", "a/b/c"])
+def test_a_missing_model_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str) -> None:
+    assert main(["train", str(recipe(tmp_path, model=model, run_dir=str(tmp_path / "run")))]) == 2
+    assert f"model is {model!r}; there is no such folder" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_hub_model_that_cannot_be_had(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(recipe(tmp_path, model="nobody/nothing", run_dir=str(tmp_path / "run")))]) == 2
+    assert "model is 'nobody/nothing'; no such folder here, and the model hub gives no model" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(recipe(tmp_path, model=str(tmp_path)))]) == 2
+    assert "holds no config.json" in capsys.readouterr().err
+
+
+def test_a_prompt_longer_than_the_context(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_model(tmp_path / "model")
+    arguments = ["train", str(recipe(tmp_path, model=str(model), run_dir=str(tmp_path / "run"))), "sampling.max_new_tokens=120"]
+    assert main(arguments) == 2
+    assert "do not fit the context of 160 tokens" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_data_file_with_a_missing_column(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"numbers": [1, 2], "target": 3}\n')
+    model = write_model(tmp_path / "model")
+    assert main(["train", str(recipe(tmp_path, model=str(model))), "task.name=countdown", f"task.data={data}"]) == 2
+    assert "column 'nums' is missing" in capsys.readouterr().err
+
+
+def test_a_run_folder_that_is_in_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "something").touch()
+    assert main(["train", str(recipe(tmp_path)), f"run_dir={tmp_path / 'run'}"]) == 2
+    assert "exists and is not empty" in capsys.readouterr().err
+    assert main(["train", "--resume", str(tmp_path / "run")]) == 2
+    assert "is not a run folder" in capsys.readouterr().err
+
+
+def test_help_lists_every_key_with_its_meaning(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help"]) == 0
+    text = capsys.readouterr().out
+    for name in ("sampling.temperature (1.0)", "task.held_out (30 or 100)", "model (required)", "optimizer.learning_rate (1e-06)"):
+        assert name in text
+    assert set(Config.model_fields) - {"task", "sampling", "objective", "optimizer", "evaluation"} <= {
+        line.split(" (")[0].strip() for line in text.splitlines()
+    }
+
+
+def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert "Backends of the loss" in text
+    assert "torch   yes" in text
