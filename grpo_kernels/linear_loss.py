@@ -94,7 +94,8 @@ def linear_grpo_loss(
     row_advantages = layout.per_row("advantages", advantages, per_sequence=True)
     old = None if old_logprobs is None else layout.per_row("old_logprobs", old_logprobs)
     ref = None if ref_logprobs is None else layout.per_row("ref_logprobs", ref_logprobs)
-    counts = counts or LossCounts.of(layout.mask, layout.sequence_of_row)
+    if counts is None:
+        counts = LossCounts.of(layout.mask, layout.sequence_of_row)
     weights = objective.token_weights(layout.mask, layout.sequence_of_row, layout.sequences or 1, counts)
     moves = layout.mask if objective.needs_every_token else layout.mask & (row_advantages != 0)
     rows = moves.nonzero()[:, 0]

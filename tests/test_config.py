@@ -59,6 +59,7 @@ def test_presets(tmp_path: Path) -> None:
         (["task.largst=3"], "unknown key 'task.largst'; did you mean 'task.largest'?"),
         (["zzzzzzzz=1"], "unknown key 'zzzzzzzz'; grpo train --help lists the keys"),
         (["group_size=1"], "group_size is 1; it must be at least 2"),
+        (["group_size=0"], "group_size is 0; it must be at least 2"),
         (["sampling.temperature=0"], "sampling.temperature is 0; it must be greater than 0"),
         (["sampling.temperature=hot"], "sampling.temperature is 'hot'; it must be a valid number"),
         (["sampling.temperature=.nan"], "sampling.temperature is nan"),

@@ -151,6 +151,16 @@ def test_a_finished_run_can_be_extended(tmp_path: Path, digits: None) -> None:
     rows = run_to_end(longer)
     unbroken = run_to_end(start_run(validate(settings(tmp_path, steps=4, run_dir=str(tmp_path / "other")))))
     assert comparable(rows) == comparable(unbroken)
+    assert resume_run(tmp_path / "run", []).config.steps == 4  # the new length is remembered
+    with pytest.raises(UserError, match=r"seed is 9, but the run in .* has 0"):
+        resume_run(tmp_path / "run", ["seed=9"])
+
+
+def test_bfloat16_parameters(tmp_path: Path, digits: None) -> None:
+    run = start_run(validate(settings(tmp_path, steps=2, dtype="bfloat16", objective={"kl_coef": 0.01})))
+    assert {p.dtype for p in run.policy.model.parameters()} == {torch.bfloat16}
+    rows = run_to_end(run)
+    assert all(row["updates"] == 1 and row["grad_norm"] > 0 for row in rows)
 
 
 def test_a_run_killed_before_its_last_evaluation_gets_it_on_resume(tmp_path: Path, digits: None) -> None:

@@ -91,7 +91,7 @@ class Config(Section):
     seed: int = Field(0, ge=0, lt=2**31, description="of the data split, its order and the samples")
     steps: int = Field(100, ge=1, description="rollout batches")
     prompts_per_step: int = Field(8, ge=1, description="groups per step")
-    group_size: int = Field(8, ge=1, description="completions per prompt, at least 2: a group of one has no advantage")
+    group_size: int = Field(8, description="completions per prompt, at least 2: a group of one has no advantage")
     updates_per_step: int = Field(1, ge=1, description="optimiser updates on each rollout batch")
     micro_batch_tokens: int = Field(4096, ge=1, description="most tokens, padding included, in one forward and backward pass")
     sampling: SamplingConfig = SamplingConfig()

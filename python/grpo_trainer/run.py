@@ -20,6 +20,7 @@ from grpo_trainer.rollout.local import LocalEngine
 from grpo_trainer.tasks import Task, build_task
 
 _CONFIG = "config.yaml"
+_FIXED = ("model", "task", "seed", "prompts_per_step", "dtype")  # what a resumed run cannot change
 
 
 @dataclass
@@ -48,7 +49,7 @@ def start_run(config: Config) -> Run:
         )
     run = _build(config, folder, first_step=0, checkpoint=None)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / _CONFIG).write_text(yaml.safe_dump(config.model_dump() | {"run_dir": str(folder)}, sort_keys=False), encoding="utf-8")
+    _write_config(config, folder)
     return run
 
 
@@ -61,10 +62,18 @@ def resume_run(folder: Path, overrides: list[str]) -> Run:
     """Continues from the newest checkpoint (from the start where there is none) as if the run had never stopped."""
     if not (folder / _CONFIG).is_file():
         raise UserError(f"--resume {folder}: no {_CONFIG} there, so it is not a run folder")
+    before = load_config(folder / _CONFIG)
     config = load_config(folder / _CONFIG, overrides)
+    for key in _FIXED:
+        old, new = getattr(before, key), getattr(config, key)
+        if old != new:
+            raise UserError(
+                f"{key} is {new!r}, but the run in {folder} has {old!r}; with another {key} it is another run, not its continuation"
+            )
     found = latest_checkpoint(folder)
     checkpoint, done = found if found else (None, 0)
     run = _build(config, folder, done, checkpoint)
+    _write_config(config, folder)
     for file in (run.metrics, run.samples):
         file.keep(done)
     # An evaluation made after `done` steps saw those very weights; later ones saw weights that are gone.
@@ -99,6 +108,12 @@ def _build(config: Config, folder: Path, first_step: int, checkpoint: Path | Non
         samples=JsonLines(folder / "samples.jsonl"),
         evaluations=JsonLines(folder / "evaluations.jsonl"),
     )
+
+
+def _write_config(config: Config, folder: Path) -> None:
+    partial = folder / f".{_CONFIG}.partial"
+    partial.write_text(yaml.safe_dump(config.model_dump() | {"run_dir": str(folder)}, sort_keys=False), encoding="utf-8")
+    partial.replace(folder / _CONFIG)
 
 
 def _new_folder(config: Config) -> Path:
