@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -76,6 +79,42 @@ def test_unknown_instruction_set_is_refused() -> None:
         CPUBackend("mmx")._exponentiate(
             torch.zeros(2, 2), 1.0, torch.zeros(2), torch.zeros(2, dtype=torch.long), 0, *torch.zeros(2, 2).double()
         )
+
+
+class Arguments(ctypes.Structure):
+    """`AnchoredTile` of csrc/cpu/anchored_tile.h."""
+
+    _fields_ = [  # noqa: RUF012
+        ("tile", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("rows", "cols", "stride", "first_row")),
+        ("inverse_temperature", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("offset", "targets", "sum", "weighted_sum")),
+    ]
+
+
+def test_sixteen_lanes_without_avx512(tmp_path: Path) -> None:
+    """The AVX-512 build's text (16 floats per vector) compiled for whatever this machine has, where it may have no AVX-512 itself."""
+    compiler = next((path for path in map(shutil.which, ("c++", "g++", "clang++")) if path), None)
+    if compiler is None:
+        pytest.skip("no C++ compiler on this machine")
+    source = tmp_path / "wide.cpp"
+    source.write_text(
+        '#define GRPO_KERNEL anchored_tile_generic\n#define GRPO_LANES 16\n#include "anchored_tile_kernel.h"\n'
+        'extern "C" void run(const grpo::AnchoredTile* a) { grpo::anchored_tile_generic(*a, 0, a->cols); }\n'
+    )
+    library = tmp_path / "wide.so"
+    include = Path(__file__).parents[1] / "csrc" / "cpu"
+    command = [compiler, "-std=gnu++17", "-O2", "-Wno-psabi", "-shared", "-fPIC", f"-I{include}", str(source), "-o", str(library)]
+    subprocess.run(command, check=True)
+    rows, cols = 70, 16 * 4 + 16 + 3
+    tile, offset, targets = torch.randn(rows, cols) * 5, torch.randn(cols), torch.randint(0, rows, (cols,))
+    theirs, sums, weighted = tile.clone(), torch.zeros(cols, dtype=torch.float64), torch.zeros(cols, dtype=torch.float64)
+    TorchBackend(torch.device("cpu"))._exponentiate(theirs, 1.3, offset, targets, 0, sums, weighted)
+    ours, my_sums, my_weighted = tile.clone(), torch.zeros_like(sums), torch.zeros_like(sums)
+    pointers = [t.data_ptr() for t in (offset, targets, my_sums, my_weighted)]
+    ctypes.CDLL(str(library)).run(ctypes.byref(Arguments(ours.data_ptr(), rows, cols, cols, 0, 1.3, *pointers)))
+    for mine, other in ((ours, theirs), (my_sums, sums), (my_weighted, weighted)):
+        assert torch.allclose(mine, other, rtol=3e-6, atol=1e-6)
 
 
 def test_the_compiled_and_the_torch_tile_agree() -> None:

@@ -95,7 +95,7 @@ def rollout(run: Run, examples: list[EncodedExample], step: int) -> list[Group]:
 
 
 def evaluate_now(run: Run, display: Display, step: int) -> Evaluation:
-    display.phase(f"evaluation on held-out prompts after {step} steps")
+    display.phase(f"evaluating after {step} steps")
     result = evaluate(run.engine, run.source, run.task, run.data.held_out, run.config, step)
     run.evaluations.write(result.to_json())
     return result

@@ -40,7 +40,8 @@ def print_evaluations(console: Console, evaluations: dict[str, Evaluation]) -> N
 
 
 def _short(text: str, most: int = 300) -> str:
-    text = text.strip() or "(nothing)"
+    """What a model wrote, for a terminal: no control characters, which could do anything to it."""
+    text = "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text).strip() or "(nothing)"
     return text if len(text) <= most else text[:most] + " ..."
 
 
@@ -62,7 +63,7 @@ def draw_curves(path: Path, metrics: Sequence[dict[str, Any]], evaluations: Sequ
         for name in names:
             points = [(row["step"], row[name]) for row in metrics if row.get(name) is not None]
             if points:
-                axis.plot(*zip(*points, strict=True), label=name, marker=".", linewidth=1)
+                axis.plot(*zip(*points, strict=True), label=name, marker=".", linewidth=1, alpha=0.8)
         axis.set_title(title)
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)
