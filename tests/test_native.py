@@ -84,7 +84,7 @@ def test_unknown_instruction_set_is_refused() -> None:
 class Arguments(ctypes.Structure):
     """`AnchoredTile` of csrc/cpu/anchored_tile.h."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("tile", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("rows", "cols", "stride", "first_row")),
         ("inverse_temperature", ctypes.c_float),
