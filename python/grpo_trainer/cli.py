@@ -33,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name in (None, "grpo_trainer", "grpo_kernels"):
             raise
-        print(f"error: the trainer needs {error.name}: pip install '.[trainer]' in a clone of the project (grpo doctor says more)", file=sys.stderr)
+        install = "pip install '.[trainer]' in a clone of the project (grpo doctor says more)"
+        print(f"error: the trainer needs {error.name}: {install}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
