@@ -20,9 +20,12 @@ ROOT = Path(__file__).resolve().parent
 
 class CMakeBuild(build_ext):
     def build_extension(self, ext: Extension) -> None:
+        target = Path(self.get_ext_fullpath(ext.name)).resolve()
+        target.unlink(missing_ok=True)  # of an earlier build in this folder: it must not pass for the result of a failed one
+        if os.environ.get("GRPO_KERNELS_SKIP_EXT") == "1":
+            return
         import pybind11
 
-        target = Path(self.get_ext_fullpath(ext.name)).resolve()
         build = Path(self.build_temp).resolve() / "cmake"
         build.mkdir(parents=True, exist_ok=True)
         configure = [
@@ -37,8 +40,7 @@ class CMakeBuild(build_ext):
             raise CompileError(f"the compiled CPU module could not be built ({error}); grpo-kernels will use its torch backend") from error
 
 
-skip = os.environ.get("GRPO_KERNELS_SKIP_EXT") == "1"
 setup(
-    ext_modules=[] if skip else [Extension("grpo_kernels._native", sources=[], optional=True)],
+    ext_modules=[Extension("grpo_kernels._native", sources=[], optional=True)],
     cmdclass={"build_ext": CMakeBuild},
 )

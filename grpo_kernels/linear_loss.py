@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,11 @@ from grpo_kernels.backends import Backend, SoftmaxChunk, select_backend
 from grpo_kernels.objective import Objective, TokenLoss
 from grpo_kernels.packing import LossCounts, RowLayout
 
+# Logits divided by less, or by more, leave what float32 can hold or tell apart.
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
+
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
@@ -81,10 +84,15 @@ def linear_grpo_loss(
         LinearGRPOLoss.
 
     Raises:
-        ValueError: before any work, naming the argument, what was given and what is allowed.
+        ValueError, TypeError: before any work, naming the argument, what was given and what is allowed.
+        RuntimeError: in backward, when a second derivative is asked for, or a second backward without retain_graph in the first.
 
     Source: DESIGN 2; the objective arXiv 2402.03300; see `grpo_kernels.backends.torch` for the anchored softmax.
     """
+    if not isinstance(objective, Objective):
+        raise TypeError(f"objective is {objective!r}; it must be an Objective, such as Objective.dapo()")
+    if not isinstance(counts, LossCounts | None):
+        raise TypeError(f"counts is {counts!r}; it must be LossCounts(tokens=..., sequences=...)")
     check_head(hidden, weight, targets, temperature)
     layout = RowLayout.of(targets.shape, hidden.device, mask, cu_seqlens)
     if objective.aggregation == "sequence" and layout.sequences is None:
@@ -150,6 +158,8 @@ class _LinearGRPO(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        if torch.is_grad_enabled():  # only under create_graph=True; a constant gradient would be silently wrong there
+            raise RuntimeError("linear_grpo_loss has no second derivative; call backward without create_graph=True")
         if ctx.gradients is None:
             raise RuntimeError("linear_grpo_loss: a second backward needs retain_graph=True in the first")
         # With retain_graph the buffers must survive; otherwise they are scaled in place and given away, which saves a copy of [V, H].
@@ -236,12 +246,13 @@ def _run(hidden: Tensor, weight: Tensor, job: _Job) -> _Outcome:
 
 def _differentiate(logprobs: Tensor, piece: slice, job: _Job) -> tuple[TokenLoss, Tensor]:
     """The tokens' losses, and c = d loss / d logp by autograd on [n] numbers: the objective's mathematics stand in one place only."""
-    with torch.enable_grad():
-        variable = logprobs.detach().requires_grad_()
-        old = None if job.old is None else job.old[piece]
-        ref = None if job.ref is None else job.ref[piece]
-        tokens = job.objective.token_loss(variable, old, ref, job.advantages[piece])
-        (coefficient,) = torch.autograd.grad((tokens.loss * job.weights[piece]).sum(), variable)
+    # Clones, because tensors made under inference_mode may not take part in a gradient.
+    with torch.inference_mode(False), torch.enable_grad():
+        variable = logprobs.clone().detach().requires_grad_()
+        old = None if job.old is None else job.old[piece].clone()
+        ref = None if job.ref is None else job.ref[piece].clone()
+        tokens = job.objective.token_loss(variable, old, ref, job.advantages[piece].clone())
+        (coefficient,) = torch.autograd.grad((tokens.loss * job.weights[piece].clone()).sum(), variable)
     return TokenLoss(tokens.loss.detach(), tokens.ratio, tokens.kl, tokens.clipped_low, tokens.clipped_high), coefficient
 
 
@@ -253,7 +264,7 @@ def check_head(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: flo
         raise ValueError(f"weight has shape {tuple(weight.shape)}; it must be [V, H] with hidden's H = {hidden.shape[-1]}")
     if weight.shape[0] < 1 or weight.shape[1] < 1:
         raise ValueError(f"weight has shape {tuple(weight.shape)}; V and H must be at least 1")
-    if targets.shape != hidden.shape[:-1] or targets.dtype.is_floating_point or targets.dtype == torch.bool:
+    if targets.shape != hidden.shape[:-1] or targets.dtype not in _INTEGERS:
         raise ValueError(
             f"targets has shape {tuple(targets.shape)} and dtype {targets.dtype}; "
             f"it must hold integer ids of shape {tuple(hidden.shape[:-1])}"
@@ -264,8 +275,8 @@ def check_head(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: flo
     for name, tensor in (("weight", weight), ("targets", targets)):
         if tensor.device != hidden.device:
             raise ValueError(f"{name} is on {tensor.device}, hidden on {hidden.device}; all tensors must be on one device")
-    if not (math.isfinite(temperature) and temperature > 0):
-        raise ValueError(f"temperature is {temperature}; it must be finite and greater than 0")
+    if not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
+        raise ValueError(f"temperature is {temperature}; it must be from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}")
 
 
 def check_targets(targets: Tensor, rows: Tensor, vocabulary: int) -> None:

@@ -66,7 +66,7 @@ class Objective:
             raise ValueError(f"kl_coef is {self.kl_coef}; it must be finite and at least 0")
         if self.aggregation not in ("token", "sequence", "constant"):
             raise ValueError(f"aggregation is {self.aggregation!r}; it must be 'token', 'sequence' or 'constant'")
-        if self.aggregation == "constant" and (self.constant_length is None or self.constant_length < 1):
+        if self.aggregation == "constant" and not (isinstance(self.constant_length, int) and self.constant_length >= 1):
             raise ValueError(
                 f"constant_length is {self.constant_length}; aggregation 'constant' needs the maximum completion length (at least 1)"
             )
@@ -130,9 +130,9 @@ class Objective:
         `mask` is [rows] bool, `sequence_of_row` [rows] int64 in [0, sequences).
         """
         if self.aggregation == "token":
-            return mask / max(counts.tokens, 1)
+            return mask.float() / max(counts.tokens, 1)  # .float(): a bool tensor would be divided in torch's default dtype
         if self.aggregation == "constant":
             assert self.constant_length is not None
-            return mask / (max(counts.sequences, 1) * self.constant_length)
+            return mask.float() / (max(counts.sequences, 1) * self.constant_length)
         lengths = torch.zeros(sequences, dtype=torch.int64, device=mask.device).index_add_(0, sequence_of_row, mask.long())
-        return mask / (max(counts.sequences, 1) * lengths.clamp(min=1)[sequence_of_row]).float()
+        return mask.float() / (max(counts.sequences, 1) * lengths.clamp(min=1)[sequence_of_row]).float()

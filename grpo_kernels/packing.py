@@ -20,8 +20,8 @@ class LossCounts:
     sequences: int
 
     def __post_init__(self) -> None:
-        if self.tokens < 0 or self.sequences < 0:
-            raise ValueError(f"LossCounts(tokens={self.tokens}, sequences={self.sequences}): counts cannot be negative")
+        if not all(isinstance(count, int) and count >= 0 for count in (self.tokens, self.sequences)):
+            raise ValueError(f"LossCounts(tokens={self.tokens!r}, sequences={self.sequences!r}): counts are integers of at least 0")
 
     @classmethod
     def of(cls, mask: Tensor, sequence_of_row: Tensor) -> LossCounts:
@@ -54,7 +54,7 @@ class RowLayout:
         rows = shape.numel()
         flat_mask = torch.ones(rows, dtype=torch.bool, device=device)
         if mask is not None:
-            if mask.shape != shape or mask.dtype.is_floating_point:
+            if mask.shape != shape or mask.dtype.is_floating_point or mask.dtype.is_complex:
                 raise ValueError(
                     f"mask has shape {tuple(mask.shape)} and dtype {mask.dtype}; "
                     f"it must be bool or integer (0: leave out) of shape {tuple(shape)}"
@@ -73,6 +73,11 @@ class RowLayout:
 
     def per_row(self, name: str, values: Tensor, *, per_sequence: bool = False) -> Tensor:
         """`values` as [rows] float32: of the caller's shape, or with `per_sequence` also one value per sequence."""
+        if per_sequence and values.shape == self.shape == (self.sequences,) and not self._one_row_each():
+            raise ValueError(
+                f"{name} has shape {tuple(values.shape)}, which fits the rows and, as some sequences are empty, the sequences too; "
+                "leave the empty sequences out of cu_seqlens"
+            )
         values = values.detach()
         if not values.dtype.is_floating_point:
             raise ValueError(f"{name} has dtype {values.dtype}; it must be floating point")
@@ -85,6 +90,9 @@ class RowLayout:
             allowed.append((self.sequences,))
         hint = " (one value per sequence needs cu_seqlens)" if per_sequence and self.sequences is None else ""
         raise ValueError(f"{name} has shape {tuple(values.shape)}; it must be {' or '.join(map(str, allowed))}{hint}")
+
+    def _one_row_each(self) -> bool:
+        return bool((self.sequence_of_row.diff() == 1).all())
 
 
 def _lengths(cu_seqlens: Tensor, rows: int) -> Tensor:

@@ -34,6 +34,29 @@ def test_equal_rewards_give_exactly_zero(scale: str, rewards: list[float]) -> No
     assert torch.equal(group_advantages(values[:3], 3, scale=scale), torch.zeros(3))
 
 
+def test_a_small_spread_on_a_large_offset_is_signal() -> None:
+    advantages = group_advantages(torch.tensor([1e6, 1e6 + 0.5], dtype=torch.float64), 2)
+    assert torch.allclose(advantages, torch.tensor([-1.0, 1.0]) / 2**0.5, atol=1e-4)
+    half = torch.tensor([0.9, 0.9039], dtype=torch.bfloat16)
+    assert half[0] != half[1]
+    assert group_advantages(half, 2).abs().min() > 0.1
+    assert group_advantages(torch.tensor([3, 4, 5]), 3).tolist() == pytest.approx([-1.0, 0.0, 1.0], abs=1e-5)
+
+
+def test_sizes_of_numpy_type() -> None:
+    import numpy
+
+    rewards = torch.rand(6)
+    assert torch.equal(group_advantages(rewards, numpy.int64(3)), group_advantages(rewards, 3))
+
+
+def test_wrong_types_are_named() -> None:
+    with pytest.raises(TypeError, match="rewards is a list"):
+        group_advantages([1.0, 2.0], 2)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="groups is a list"):
+        group_advantages(torch.rand(2), [2])  # type: ignore[arg-type]
+
+
 def test_a_group_of_one_has_no_advantage() -> None:
     assert torch.equal(group_advantages(torch.tensor([5.0, 1.0, 2.0]), sizes=[1, 2])[:1], torch.zeros(1))
 
@@ -59,6 +82,8 @@ def test_affine_rewards_give_the_same_group_scaled_advantages() -> None:
         ("groups has shape", {"rewards": torch.zeros(6), "groups": torch.zeros(5, dtype=torch.long)}),
         ("groups has shape .* dtype torch.float32", {"rewards": torch.zeros(6), "groups": torch.zeros(6)}),
         (r"sizes is \[3, 2\]", {"rewards": torch.zeros(6), "sizes": [3, 2]}),
+        ("eps is -1", {"rewards": torch.zeros(6), "groups": 2, "eps": -1.0}),
+        ("eps is nan", {"rewards": torch.zeros(6), "groups": 2, "eps": float("nan")}),
         ("scale is 'sample'", {"rewards": torch.zeros(6), "groups": 2, "scale": "sample"}),
     ],
 )

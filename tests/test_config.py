@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,25 @@ def test_overrides(tmp_path: Path) -> None:
     assert (config.sampling.temperature, config.steps, config.task.name, config.optimizer.learning_rate) == (0.7, 3, "countdown", 1e-5)
 
 
+def test_overrides_mean_what_they_say(tmp_path: Path) -> None:
+    """YAML would read 010 as eight, no as false and a date as a date."""
+    config = load_config(recipe(tmp_path), ["seed=010", "run_dir=no", "model=2024-01-01", "objective.clip_high=none"])
+    assert (config.seed, config.run_dir, config.model, config.objective.clip_high) == (10, "no", "2024-01-01", None)
+
+
+def test_a_byte_order_mark_is_no_content(tmp_path: Path) -> None:
+    path = tmp_path / "bom.yaml"
+    path.write_bytes(b"\xef\xbb\xbf" + yaml.safe_dump(GOOD).encode())
+    assert load_config(path).model == "somewhere"
+
+
+def test_a_recipe_that_is_not_text(tmp_path: Path) -> None:
+    path = tmp_path / "latin.yaml"
+    path.write_bytes("model: caf\u00e9".encode("latin-1"))
+    with pytest.raises(UserError, match="is not valid YAML"):
+        load_config(path)
+
+
 def test_a_resolved_config_can_be_read_back(tmp_path: Path) -> None:
     config = load_config(recipe(tmp_path), ["objective.preset=dr_grpo"])
     path = tmp_path / "resolved.yaml"
@@ -60,9 +81,13 @@ def test_presets(tmp_path: Path) -> None:
         (["zzzzzzzz=1"], "unknown key 'zzzzzzzz'; grpo train --help lists the keys"),
         (["group_size=1"], "group_size is 1; it must be at least 2"),
         (["group_size=0"], "group_size is 0; it must be at least 2"),
-        (["sampling.temperature=0"], "sampling.temperature is 0; it must be greater than 0"),
+        (["sampling.temperature=0"], "sampling.temperature is 0; it must be greater than or equal to 0.001"),
         (["sampling.temperature=hot"], "sampling.temperature is 'hot'; it must be a valid number"),
-        (["sampling.temperature=.nan"], "sampling.temperature is nan"),
+        (["sampling.temperature=nan"], "sampling.temperature is nan"),
+        (["sampling.temperature=1e-320"], "sampling.temperature is 1e-320; it must be greater than or equal to 0.001"),
+        (["sampling.temperature=inf"], "sampling.temperature is inf"),
+        (["steps=1:30"], "steps is '1:30'; it must be a valid integer"),
+        (["steps=1e2"], "steps is 1e2; it must be a valid integer"),
         (["steps=0"], "steps is 0; it must be greater than or equal to 1"),
         (["steps=2.5"], "steps is 2.5; it must be a valid integer"),
         (["objective.preset=ppo"], "objective.preset is 'ppo'; it must be 'grpo', 'dr_grpo' or 'dapo'"),
@@ -72,7 +97,7 @@ def test_presets(tmp_path: Path) -> None:
         (["task.held_out=100"], "task.held_out is 100; there are only 100 sums"),
         (["backend=gpu"], "backend is 'gpu'"),
         (["steps"], "override 'steps' is not of the form key=value"),
-        (["steps.more=1", "steps.more.less=2"], "override 'steps.more.less=2': more holds the value 1"),
+        (["steps.more=1", "steps.more.less=2"], "override 'steps.more.less=2': more holds the value '1'"),
         (["model="], "model is None"),
         (["seed=-1"], "seed is -1"),
         (["save_every=-1", "steps=0"], "steps is 0; .*; save_every is -1"),
@@ -142,6 +167,39 @@ def test_a_run_folder_that_is_in_use(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "exists and is not empty" in capsys.readouterr().err
     assert main(["train", "--resume", str(tmp_path / "run")]) == 2
     assert "is not a run folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("run_dir", ["{tmp}/file/run", "/proc/run"])
+def test_a_run_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str], run_dir: str) -> None:
+    (tmp_path / "file").touch()
+    assert main(["train", str(recipe(tmp_path)), f"run_dir={run_dir.format(tmp=tmp_path)}"]) == 2
+    assert "it cannot be used" in capsys.readouterr().err
+
+
+def test_a_refused_run_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert main(["train", str(recipe(tmp_path, model="./none"))]) == 2
+    assert not list((tmp_path / "here" / "runs").iterdir())
+
+
+@pytest.mark.parametrize("cache", ["{tmp}/file", "/proc/cache"])
+def test_a_cache_folder_that_cannot_be_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, cache: str
+) -> None:
+    pytest.importorskip("accelerate", reason="the conversion's own requirements are checked first")
+    monkeypatch.setattr("grpo_trainer.smollm2._wheel_version", lambda: "0")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("GRPO_CACHE", cache.format(tmp=tmp_path))
+    assert main(["train", str(recipe(tmp_path, model="smollm2-135m", run_dir=str(tmp_path / "run")))]) == 2
+    assert "set GRPO_CACHE to a folder that can be written" in capsys.readouterr().err
+
+
+def test_help_into_a_closed_pipe() -> None:
+    command = f"{sys.executable} -m grpo_trainer.cli train --help | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert done.stdout.startswith("usage")
+    assert done.stderr == ""
 
 
 def test_help_lists_every_key_with_its_meaning(capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,6 +71,7 @@ def test_hostile_answers_are_fast() -> None:
     started = time.perf_counter()
     assert not strict_score("<answer>" * 30_000, [1, 2], 3)[0]
     assert not strict_score("<answer>" + "(" * 100_000 + "</answer>", [1, 2], 3)[0]
+    assert tinyzero_score("Assistant: " + "<answer>" * 30_000, [1], 1) == 0.0
     assert tinyzero_score("Assistant: <answer>98**97**96</answer>", [96, 97, 98], 1) == 0.1
     assert tinyzero_score("Assistant: <answer>" + "9" * 100_000 + "</answer>", [9], 9) == 0.1
     assert tinyzero_score("Assistant: <answer>" + "(" * 50_000 + "1" + ")" * 50_000 + "</answer>", [1], 1) == 0.1
@@ -170,7 +171,10 @@ def write(path: Path, *rows: object) -> CountdownConfig:
 
 
 def test_data_from_a_file(tmp_path: Path) -> None:
-    config = write(tmp_path / "d.jsonl", {"nums": [1, 2, 3], "target": 6}, "", {"target": 5, "nums": [2, 3]})
+    same = {"nums": [3, 1, 2], "target": 6}  # a repetition could be held out and trained on at once
+    config = write(tmp_path / "d.jsonl", {"nums": [1, 2, 3], "target": 6}, "", same, {"target": 5, "nums": [2, 3], "note": "a\u2028b"})
+    text = (tmp_path / "d.jsonl").read_text()
+    (tmp_path / "d.jsonl").write_bytes(b"\xef\xbb\xbf" + text.replace("\\u2028", "\u2028").replace("\n", "\r\n").encode())
     task = Countdown(config, seed=0)
     assert [e.answer for e in task.held_out + task.train] == [([1, 2, 3], 6), ([2, 3], 5)]
 
@@ -184,6 +188,8 @@ def test_data_from_a_file(tmp_path: Path) -> None:
         ({"nums": [1, 2.5], "target": 3}, "line 2: nums is"),
         ({"nums": [1, 2], "target": "3"}, "line 2: target is '3'"),
         ("{oops", "line 2: not JSON"),
+        ('{"nums": [1, 2], "target": ' + "9" * 5000 + "}", "line 2: not JSON"),
+        ("[" * 100_000, "line 2: not JSON"),
         ([1, 2], "line 2: column 'nums' is missing"),
     ],
 )
@@ -192,8 +198,15 @@ def test_bad_data_is_named(tmp_path: Path, row: object, message: str) -> None:
         Countdown(write(tmp_path / "d.jsonl", {"nums": [1, 2], "target": 3}, row), seed=0)
 
 
+def test_data_that_is_not_text_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_bytes('{"nums": [1, 2], "target": 3}'.encode("utf-16"))
+    with pytest.raises(UserError, match="cannot be read as UTF-8 text"):
+        Countdown(CountdownConfig(name="countdown", data=str(path)), seed=0)
+
+
 def test_a_missing_or_short_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there is no such file"):
         Countdown(CountdownConfig(name="countdown", data=str(tmp_path / "none.jsonl")), seed=0)
-    with pytest.raises(UserError, match="has only 1 puzzles"):
+    with pytest.raises(UserError, match="has only 1 different puzzles"):
         Countdown(write(tmp_path / "d.jsonl", {"nums": [1, 2], "target": 3}), seed=0)

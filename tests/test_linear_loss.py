@@ -96,9 +96,10 @@ def test_target_with_probability_near_one(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", AVAILABLE)
 @pytest.mark.parametrize("gap", [40.0, 69.0, 100.0, 500.0])
-def test_target_with_tiny_probability(backend: str, gap: float) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_target_with_tiny_probability(backend: str, gap: float, dtype: torch.dtype) -> None:
     """p = e^-gap, 1e-30 at 69: the anchored sum overflows from 88 on and the row's maximum takes over."""
-    p = make(20, 16, 1100, objective=Objective(aggregation="token"), masked=0.0, old=False)
+    p = make(20, 16, 1100, objective=Objective(aggregation="token"), masked=0.0, old=False, dtype=dtype)
     hidden = torch.cat([p.hidden, torch.zeros(20, 1)], 1)
     hidden[3:9, -1] = 1.0
     weight = torch.cat([p.weight, torch.zeros(1100, 1)], 1)
@@ -351,6 +352,38 @@ def test_two_backwards() -> None:
         result.loss.backward()
 
 
+def test_a_second_derivative_is_refused() -> None:
+    p = make(30, 16, 90)
+    hidden = p.hidden.detach().requires_grad_()
+    result = linear_grpo_loss(hidden, p.weight, p.targets, p.advantages, objective=p.objective, old_logprobs=p.old, mask=p.mask)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(result.loss, hidden, create_graph=True)
+
+
+def test_inference_mode() -> None:
+    p = make(40, 16, 90, objective=OBJECTIVES["grpo_kl3"])
+    with torch.inference_mode():
+        tensors = [t.clone() for t in (p.hidden, p.weight, p.targets, p.advantages)]
+        result = linear_grpo_loss(
+            *tensors, objective=p.objective, cu_seqlens=p.cu_seqlens, old_logprobs=p.old.clone(), ref_logprobs=p.ref.clone(), mask=p.mask
+        )
+    assert float(result.loss) == float(fused(p)[0].loss)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_default_dtype_does_not_matter(name: str) -> None:
+    p = make(40, 16, 90, objective=OBJECTIVES[name])
+    counts = LossCounts(tokens=3_000_001, sequences=40_001)
+    plain = fused(p, counts=counts)[0]
+    torch.set_default_dtype(torch.float16)
+    try:
+        other = fused(p, counts=counts)[0]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(other.weight_gradient, plain.weight_gradient)
+    assert plain.weight_gradient.any()
+
+
 def test_autocast_does_not_round_the_products() -> None:
     p = make(30, 64, 900)
     plain = fused(p)[0]
@@ -403,6 +436,28 @@ def test_an_unmasked_sequence_that_is_all_masked_does_not_count() -> None:
     check_against_float64(replace(p, mask=mask))
 
 
+def test_an_advantage_per_row_or_per_sequence_is_never_guessed() -> None:
+    """Four rows and, one of them empty, four sequences."""
+    arguments = (torch.randn(4, 3), torch.randn(7, 3), torch.arange(4), torch.tensor([1.0, 5.0, -1.0, 2.0]))
+    with pytest.raises(ValueError, match="leave the empty sequences out of cu_seqlens"):
+        linear_grpo_loss(*arguments, objective=Objective.dapo(), cu_seqlens=torch.tensor([0, 2, 2, 3, 4]))
+    one_each = linear_grpo_loss(*arguments, objective=Objective.dapo(), cu_seqlens=torch.arange(5))
+    assert float(one_each.loss) == pytest.approx(-1.75)
+
+
+@pytest.mark.parametrize(("name", "value"), [("objective", "grpo"), ("counts", (4, 1))])
+def test_wrong_types_are_named(name: str, value: object) -> None:
+    good = {"objective": Objective.dapo(), "counts": None}
+    with pytest.raises(TypeError, match=f"{name} is "):
+        linear_grpo_loss(torch.randn(5, 3), torch.randn(7, 3), torch.arange(5), torch.randn(5), **{**good, name: value})
+
+
+@pytest.mark.parametrize("counts", [(-1, 1), (1, -1), (float("nan"), 2), (1.5, 2)])
+def test_bad_counts_are_named(counts: tuple) -> None:
+    with pytest.raises(ValueError, match="counts are integers"):
+        LossCounts(*counts)
+
+
 BAD = {
     "hidden has shape": {"hidden": torch.zeros(4)},
     "weight has shape": {"weight": torch.zeros(7, 4)},
@@ -417,6 +472,10 @@ BAD = {
     "mask has shape .* dtype torch.float32": {"mask": torch.ones(5)},
     "temperature is 0": {"temperature": 0.0},
     "temperature is nan": {"temperature": float("nan")},
+    "temperature is 1e-39": {"temperature": 1e-39},
+    "temperature is 1e\\+300": {"temperature": 1e300},
+    "targets has shape .* dtype torch.complex64": {"targets": torch.zeros(5, dtype=torch.complex64)},
+    "mask has shape .* dtype torch.complex64": {"mask": torch.ones(5, dtype=torch.complex64)},
     "backend is 'gpu'": {"backend": "gpu"},
     "cu_seqlens is": {"cu_seqlens": torch.tensor([0, 3])},
     "cu_seqlens has shape": {"cu_seqlens": torch.tensor([0.0, 5.0])},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -75,7 +76,10 @@ def quiet(run: Run) -> Display:
 
 
 def run_to_end(run: Run) -> list[dict[str, Any]]:
-    assert train(run, quiet(run))
+    try:
+        assert train(run, quiet(run))
+    finally:
+        run.close()
     return run.metrics.read()
 
 
@@ -128,7 +132,7 @@ def test_resume_is_exact(tmp_path: Path, digits: None, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Learner, "update", fail_in_step_4)
     with pytest.raises(RuntimeError, match="power cut"):
-        train(broken, quiet(broken))
+        run_to_end(broken)
     monkeypatch.undo()
     monkeypatch.setattr(run_module, "build_task", lambda config, seed: Digits())
     assert len(broken.metrics.read()) == 3  # one step more than the checkpoint holds
@@ -151,7 +155,9 @@ def test_a_finished_run_can_be_extended(tmp_path: Path, digits: None) -> None:
     rows = run_to_end(longer)
     unbroken = run_to_end(start_run(validate(settings(tmp_path, steps=4, run_dir=str(tmp_path / "other")))))
     assert comparable(rows) == comparable(unbroken)
-    assert resume_run(tmp_path / "run", []).config.steps == 4  # the new length is remembered
+    again = resume_run(tmp_path / "run", [])
+    assert again.config.steps == 4  # the new length is remembered
+    again.close()
     with pytest.raises(UserError, match=r"seed is 9, but the run in .* has 0"):
         resume_run(tmp_path / "run", ["seed=9"])
 
@@ -173,6 +179,174 @@ def test_a_run_killed_before_its_last_evaluation_gets_it_on_resume(tmp_path: Pat
     assert resumed.evaluations.read() == whole
     run_to_end(resume_run(tmp_path / "run", []))
     assert resumed.evaluations.read() == whole
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_an_interrupt_loses_no_evaluation(tmp_path: Path, digits: None, monkeypatch: pytest.MonkeyPatch, every: int) -> None:
+    changes: dict[str, Any] = {"steps": 5, "evaluation": {"every": every, "samples": 2}}
+    whole = start_run(validate(settings(tmp_path, run_dir=str(tmp_path / "whole"), **changes)))
+    run_to_end(whole)
+    run = start_run(validate(settings(tmp_path, **changes)))
+    real = Learner.update
+
+    def interrupt_in_step_2(self: Learner, groups: list[Group], step: int) -> Any:
+        if step == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(self, groups, step)
+
+    monkeypatch.setattr(Learner, "update", interrupt_in_step_2)
+    assert not train(run, quiet(run))
+    run.close()
+    monkeypatch.setattr(Learner, "update", real)
+    resumed = resume_run(tmp_path / "run", [])
+    assert resumed.first_step == 2
+    run_to_end(resumed)
+    assert resumed.evaluations.read() == whole.evaluations.read()
+
+
+def test_two_processes_never_share_a_folder(tmp_path: Path, digits: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = start_run(validate(settings(tmp_path)))
+    with pytest.raises(UserError, match="another process is training"):
+        resume_run(tmp_path / "run", [])
+    run.close()
+    monkeypatch.chdir(tmp_path)
+    unnamed = validate(settings(tmp_path) | {"run_dir": None})
+    folders = {start_run(unnamed).folder for _ in range(3)}
+    assert len(folders) == 3
+
+
+def test_a_run_can_be_continued_from_another_folder(tmp_path: Path, digits: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = start_run(validate(settings(tmp_path, steps=1) | {"model": "model", "run_dir": "run"}))
+    run_to_end(run)
+    monkeypatch.chdir("/")
+    run_to_end(resume_run(tmp_path / "run", ["steps=2"]))
+    (tmp_path / "model").rename(tmp_path / "moved")
+    longer = resume_run(tmp_path / "run", ["steps=3", f"model={tmp_path / 'moved'}"])
+    assert len(run_to_end(longer)) == 3
+
+
+def test_a_users_own_copy_of_a_checkpoint_is_left_alone(tmp_path: Path, digits: None) -> None:
+    run_to_end(start_run(validate(settings(tmp_path, steps=1))))
+    checkpoints = tmp_path / "run" / "checkpoints"
+    for name in ("step_000001_best", "step_mine"):
+        shutil.copytree(checkpoints / "step_000001", checkpoints / name)
+    run_to_end(resume_run(tmp_path / "run", ["steps=2"]))
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step_000001_best", "step_000002", "step_mine"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("trainer_state.pt", b""),
+        ("trainer_state.pt", b"x" * 100),
+        ("model.safetensors", b"x" * 50),
+        ("model.safetensors", None),
+        ("config.json", None),
+    ],
+)
+def test_a_damaged_checkpoint_is_named(tmp_path: Path, digits: None, name: str, content: bytes | None) -> None:
+    run_to_end(start_run(validate(settings(tmp_path, steps=1))))
+    file = tmp_path / "run" / "checkpoints" / "step_000001" / name
+    file.unlink() if content is None else file.write_bytes(content)
+    for _ in range(2):  # the refusal leaves no lock behind
+        with pytest.raises(UserError, match=r"cannot be (resumed|loaded)"):
+            resume_run(tmp_path / "run", ["steps=2"])
+
+
+def test_a_checkpoint_that_cannot_be_written_loses_nothing(tmp_path: Path, digits: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_to_end(start_run(validate(settings(tmp_path, steps=1))))
+
+    def full(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(UserError, match=r"No space left on device.*step_000001 is as it was"):
+        run_to_end(resume_run(tmp_path / "run", ["steps=2"]))
+    monkeypatch.undo()
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_000001"]
+
+
+def test_a_model_with_an_invalid_generation_config_can_be_saved(tmp_path: Path, digits: None) -> None:
+    changes = settings(tmp_path, steps=1)
+    (tmp_path / "model" / "generation_config.json").write_text(
+        json.dumps({"temperature": 0.6, "top_p": 0.9, "do_sample": False, "eos_token_id": [256, 10]})
+    )
+    run = start_run(validate(changes))
+    assert run.policy.eos_ids == {256, 10}
+    run_to_end(run)
+    assert list((tmp_path / "run" / "checkpoints").glob("step_000001/model.safetensors"))
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\u0085", "\x1c", "\r", "\n"])
+def test_any_character_in_a_sample_survives_in_the_files(tmp_path: Path, separator: str) -> None:
+    lines = JsonLines(tmp_path / "s.jsonl")
+    rows = [{"step": step, "text": f"a{separator}b"} for step in (1, 2, 3)]
+    for row in rows:
+        lines.write(row)
+    assert lines.read() == rows
+    lines.keep(2)
+    assert lines.read() == rows[:2]
+
+
+@pytest.mark.parametrize("damage", [b'{"no": "step"}\n', b"[1]\n", b"\xff\xfe\n", b'{"step": "x"}\n', b"\n"])
+def test_a_damaged_row_ends_a_file(tmp_path: Path, damage: bytes) -> None:
+    lines = JsonLines(tmp_path / "m.jsonl")
+    lines.write({"step": 1})
+    with lines.path.open("ab") as file:
+        file.write(damage)
+    assert lines.read() == [{"step": 1}]
+
+
+def test_the_first_update_counts_when_the_second_is_not_finite(tmp_path: Path, digits: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = start_run(validate(settings(tmp_path, steps=1, updates_per_step=3)))
+    real, calls = Learner._loss, []
+
+    def second_poisoned(self: Learner, *arguments: Any) -> Any:
+        result = real(self, *arguments)
+        calls.append(1)
+        return replace(result, loss=result.loss * float("nan")) if len(calls) > 1 else result
+
+    monkeypatch.setattr(Learner, "_loss", second_poisoned)
+    (row,) = run_to_end(run)
+    assert (row["updates"], row["updates_nonfinite"], len(calls)) == (1, 1, 2)
+    assert all(torch.isfinite(value).all() for value in weights(run).values())
+
+
+def test_a_run_goes_on_when_its_reader_has_gone(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(yaml.safe_dump(settings(tmp_path, steps=3)))
+    command = f"{sys.executable} -m grpo_trainer.cli train {recipe} | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=tmp_path)
+    assert done.stderr == ""
+    assert len(JsonLines(tmp_path / "run" / "metrics.jsonl").read()) == 3
+    assert (tmp_path / "run" / "checkpoints" / "step_000003").is_dir()
+
+
+@pytest.mark.parametrize("term", ["dumb", "xterm-256color"])
+def test_progress_on_a_terminal(tmp_path: Path, term: str) -> None:
+    """Under a pseudo-terminal: a live table where it can be redrawn, lines where it cannot. Odd names are shown as they are."""
+    script = shutil.which("script")
+    if script is None:
+        pytest.skip("no `script` (util-linux) to make a pseudo-terminal with")
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(yaml.safe_dump(settings(tmp_path, steps=2, run_dir=str(tmp_path / "mk[/x]1"))))
+    command = f"stty cols 200; {sys.executable} -m grpo_trainer.cli train {recipe}"
+    arguments = [script, "-qec", command, "/dev/null"]
+    done = subprocess.run(arguments, env=os.environ | {"TERM": term}, capture_output=True, text=True, errors="replace", timeout=120)
+    assert done.returncode == 0, done.stdout
+    assert ("step 2  reward" in done.stdout) == (term == "dumb")
+    assert ("2/2 steps" in done.stdout) == (term != "dumb")
+    assert "mk[/x]1/curves.png" in done.stdout
+
+
+def test_an_ascii_terminal(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(yaml.safe_dump(settings(tmp_path, steps=1)))
+    command = [sys.executable, "-m", "grpo_trainer.cli", "train", str(recipe)]
+    done = subprocess.run(command, env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert b"curves.png" in done.stdout
 
 
 def test_the_checkpoint_is_a_transformers_model(tmp_path: Path, digits: None) -> None:
@@ -225,7 +399,7 @@ def test_an_interrupted_run_saves_and_says_how_to_continue(tmp_path: Path, numbe
     process = spawn(recipe, tmp_path)
     process.send_signal(number)
     text, _ = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == 130, text
     assert f"grpo train --resume {tmp_path / 'run'}" in text
     run = resume_run(tmp_path / "run", [])
     assert run.first_step == len(run.metrics.read()) >= 2
@@ -263,7 +437,7 @@ def test_nonfinite_steps_are_skipped_counted_and_stop_the_run(tmp_path: Path, di
 
     monkeypatch.setattr(Learner, "_loss", poisoned)
     with pytest.raises(UserError, match="2 steps in a row were not finite"):
-        train(run, quiet(run))
+        run_to_end(run)
     assert all(torch.equal(before[name], value) for name, value in weights(run).items())
     rows = run.metrics.read()
     assert [row["updates_nonfinite"] for row in rows] == [1, 1]

@@ -42,6 +42,7 @@ def test_k3_stays_finite_for_any_reference() -> None:
         ("kl_coef is -1", {"kl_coef": -1.0}),
         ("aggregation is 'mean'", {"aggregation": "mean"}),
         ("constant_length is None", {"aggregation": "constant"}),
+        ("constant_length is nan", {"aggregation": "constant", "constant_length": float("nan")}),
         ("constant_length is 8, but", {"constant_length": 8}),
     ],
 )

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from grpo_kernels.backends.torch import TorchBackend
 
 try:
-    from grpo_kernels import _native
+    _native: Any = importlib.import_module("grpo_kernels._native")
+    import_error: str | None = None
 except ImportError as error:
-    _native = None  # type: ignore[assignment]
-    import_error: str | None = str(error)
-else:
-    import_error = None
+    _native, import_error = None, str(error)
 
 
 class CPUBackend(TorchBackend):

@@ -48,7 +48,7 @@ class TorchBackend:
         target_logits = (rows * target_rows).sum(1) / temperature
         arguments = (rows, weight, targets, temperature, hidden_gradient, weight_gradient)
         others, weighted, exponentials, weighted_rows = self._sweep(target_logits, *arguments)
-        offset = target_logits.double()
+        offset = target_logits.double().clone()  # .double() alone is no copy of float64
         extreme = ~(torch.log1p(others) <= -_MIN_ANCHORED_LOGPROB)  # written so that NaN counts as extreme
         if bool(extreme.any()):
             at = extreme.nonzero()[:, 0]

@@ -22,7 +22,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0: done; 1: stopped or failed while working; 2: refused before work started."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # in a pipe or a file too, progress is seen as it happens
+        # In a pipe or a file too, progress is seen as it happens; what the terminal's encoding lacks is shown as "?".
+        sys.stdout.reconfigure(line_buffering=True, errors="replace")
     options = _parser().parse_args(arguments)
     try:
         code: int = options.run(options)
@@ -39,6 +40,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # grpo train --help | head
+        _drop_output()
+        return 141
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _drop_output() -> None:
+    """After the reader of our output has gone: whatever is written from here on goes nowhere, and fails nothing."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -93,6 +105,7 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _work(run: Run, console: Console) -> int:
+    from grpo_trainer.checkpoint import latest_checkpoint
     from grpo_trainer.loop import train
     from grpo_trainer.monitor.display import Display
 
@@ -101,11 +114,15 @@ def _work(run: Run, console: Console) -> int:
         with Display(console, run.first_step, run.config.steps) as display:
             finished = train(run, display)
     except UserError as error:
-        console.print(f"error: {error}", markup=False, soft_wrap=True)
+        print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        console.print(f"Stopped at once. Continue from the last checkpoint: {resume}", soft_wrap=True)
+        found = latest_checkpoint(run.folder)
+        back = f"Continue from the checkpoint after {found[1]} steps: {resume}" if found else "There was no checkpoint yet."
+        console.print(f"Stopped at once. {back}", soft_wrap=True)
         return 130
+    finally:
+        run.close()
     if not finished:
         console.print(f"Stopped. Continue: {resume}", soft_wrap=True)
         return 130
@@ -152,9 +169,15 @@ def _console() -> Console:
     from rich.console import Console
     from transformers.utils import logging
 
+    class TrainingConsole(Console):
+        def on_broken_pipe(self) -> None:
+            """rich would exit here; a run goes on without its reader, since its results are in files."""
+            self.quiet = True
+            _drop_output()
+
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    return Console()
+    return TrainingConsole(markup=False, highlight=False)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from grpo_kernels import Objective
 from grpo_kernels.advantages import AdvantageScale
 from grpo_kernels.backends.selection import BACKEND_NAMES
+from grpo_kernels.linear_loss import MAX_TEMPERATURE, MIN_TEMPERATURE
 from grpo_kernels.objective import KLEstimator
 from grpo_trainer.errors import UserError
 
@@ -37,7 +38,9 @@ class CountdownConfig(Section):
 
 
 class SamplingConfig(Section):
-    temperature: float = Field(1.0, gt=0, description="of the samples, and of the log-probabilities that are trained")
+    temperature: float = Field(
+        1.0, ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE, description="of the samples, and of the log-probabilities that are trained"
+    )
     max_new_tokens: int = Field(256, ge=1, description="longest completion")
     rows: int = Field(256, ge=1, description="completions decoded at once")
 
@@ -130,8 +133,8 @@ def load_config(recipe: Path, overrides: Sequence[str] = ()) -> Config:
     if not recipe.is_file():
         raise UserError(f"recipe {str(recipe)!r} is not a file; recipes are YAML files such as recipes/smollm2_arithmetic.yaml")
     try:
-        settings = yaml.safe_load(recipe.read_text()) or {}
-    except yaml.YAMLError as error:
+        settings = yaml.safe_load(recipe.read_text(encoding="utf-8-sig")) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{recipe} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(settings, dict):
         raise UserError(f"{recipe} holds a {type(settings).__name__}; it must hold key: value pairs")
@@ -158,10 +161,8 @@ def _apply(settings: dict[str, Any], override: str) -> None:
         if not isinstance(below, dict):
             raise UserError(f"override {override!r}: {parent} holds the value {below!r}, it has no keys")
         at = below
-    try:
-        at[last] = yaml.safe_load(text)
-    except yaml.YAMLError:
-        at[last] = text
+    # Not through YAML, which would read 010 as eight, 1:30 as ninety and no as false; the key's type decides what the text means.
+    at[last] = None if text in ("", "none", "null") else text
 
 
 def _sentences(error: ValidationError) -> Iterator[str]:
@@ -182,7 +183,16 @@ def _sentences(error: ValidationError) -> Iterator[str]:
             yield str(problem["ctx"]["error"])
         else:
             message = problem["msg"][0].lower() + problem["msg"][1:]
-            yield f"{key} is {problem['input']!r}; {message.replace('input should be', 'it must be')}"
+            yield f"{key} is {_shown(problem['input'])}; {message.replace('input should be', 'it must be')}"
+
+
+def _shown(value: Any) -> str:
+    """Numbers from the command line are text until they are checked; they are shown as they were typed."""
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return repr(value)
+    return str(value)
 
 
 def _given(task: Any) -> str:

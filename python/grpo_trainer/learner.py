@@ -61,7 +61,8 @@ class Learner:
         )
 
     def update(self, groups: Sequence[Group], step: int) -> list[UpdateStats]:
-        """`updates_per_step` optimiser updates on one rollout batch. Groups that cannot move the weights are not computed."""
+        """`updates_per_step` optimiser updates on one rollout batch, fewer where one is not finite. Groups that cannot move the weights
+        are not computed."""
         moving = groups if self._objective.needs_every_token else [group for group in groups if group.has_signal]
         batches = micro_batches(moving, self._config.micro_batch_tokens)
         counts = loss_counts(groups)
@@ -69,7 +70,10 @@ class Learner:
             for batch in batches:
                 batch.ref = self._reference_logprobs(self._reference, batch)
         self._policy.model.train()
-        return [self._update_once(batches, counts, step) for _ in range(self._config.updates_per_step)]
+        done: list[UpdateStats] = []
+        while len(done) < self._config.updates_per_step and (not done or done[-1].finite):
+            done.append(self._update_once(batches, counts, step))
+        return done
 
     def _update_once(self, batches: list[MicroBatch], counts: LossCounts, step: int) -> UpdateStats:
         stats = UpdateStats(learning_rate=self._learning_rate(step))

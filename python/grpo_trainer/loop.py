@@ -25,13 +25,13 @@ def train(run: Run, display: Display) -> bool:
     """Trains from `run.first_step` to the end. False: stopped on request, with a checkpoint.
 
     Raises:
-        UserError: `max_nonfinite_steps` in a row were not finite. The weights are those before the first of them, and are saved.
+        UserError: `max_nonfinite_steps` in a row were not finite. Their updates were left out; the weights are saved.
     """
     config = run.config
     nonfinite = 0
     told: dict[str, int] = {}
     with StopRequest(display.note) as stop:
-        if not run.evaluations.read():
+        if _evaluation_due(run, run.first_step):
             evaluate_now(run, display, run.first_step)
         for step in range(run.first_step, config.steps):
             started = time.perf_counter()
@@ -57,19 +57,24 @@ def train(run: Run, display: Display) -> bool:
             if nonfinite == config.max_nonfinite_steps:
                 folder = _save(run, step + 1)
                 raise UserError(
-                    f"stopped: {nonfinite} steps in a row were not finite (max_nonfinite_steps). The weights are those before the first of "
-                    f"them, in {folder}. Lower optimizer.learning_rate, use dtype=float32, or look for a damaged model."
+                    f"stopped: {nonfinite} steps in a row were not finite (max_nonfinite_steps). What was not finite was left out of "
+                    f"the weights in {folder}. Lower optimizer.learning_rate, use dtype=float32, or look for a damaged model."
                 )
             if last or stop.requested or (config.save_every and (step + 1) % config.save_every == 0):
                 display.phase("saving")
                 _save(run, step + 1)
             if stop.requested and not last:
                 return False
-            if config.evaluation.every and (step + 1) % config.evaluation.every == 0 and not last:
+            if _evaluation_due(run, step + 1):
                 evaluate_now(run, display, step + 1)
-        if run.evaluations.read()[-1]["step"] < config.steps:  # else: a finished run that was resumed
-            evaluate_now(run, display, config.steps)
     return True
+
+
+def _evaluation_due(run: Run, step: int) -> bool:
+    """Before, after, and every so often; not again where a run that was resumed has it already."""
+    every = run.config.evaluation.every
+    due = step in (0, run.config.steps) or bool(every and step % every == 0)
+    return due and step not in [row["step"] for row in run.evaluations.read()]
 
 
 def rollout(run: Run, examples: list[EncodedExample], step: int) -> list[Group]:

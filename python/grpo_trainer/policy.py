@@ -49,7 +49,7 @@ def find_model(name: str) -> ModelSource:
     """
     from transformers import AutoConfig, AutoTokenizer
 
-    location = str(smollm2_folder()) if name == "smollm2-135m" else name
+    location = str(smollm2_folder()) if name == "smollm2-135m" else os.path.expanduser(name)
     folder = Path(location)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -82,6 +82,7 @@ class Policy:
         self.model = model.to(device)
         self.device = device
         self.trunk: nn.Module = model.base_model
+        _repair_generation_config(model)
         _check_head(self)
 
     @classmethod
@@ -89,7 +90,11 @@ class Policy:
         """`location` overrides the source's, to load weights from a checkpoint of the same model."""
         from transformers import AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_pretrained(location or source.location, dtype=getattr(torch, dtype))
+        folder = location or source.location
+        try:
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+        except Exception as error:  # a damaged file, a missing shard, an unknown architecture: types differ
+            raise UserError(f"the weights in {folder} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
         return cls(source, model.eval(), device)
 
     @property
@@ -120,6 +125,22 @@ class Policy:
     def save(self, folder: Path) -> None:
         self.model.save_pretrained(folder)
         self.source.tokenizer.save_pretrained(folder)
+
+
+def _repair_generation_config(model: Any) -> None:
+    """Some published models pair sampling settings with do_sample=false, which transformers loads with a warning and refuses to save.
+
+    Sampling settings are ours, not the file's; only the token ids in it matter here.
+    """
+    from transformers import GenerationConfig
+
+    given = model.generation_config
+    try:
+        given.validate(strict=True)
+    except ValueError:
+        model.generation_config = GenerationConfig(
+            bos_token_id=given.bos_token_id, eos_token_id=given.eos_token_id, pad_token_id=given.pad_token_id
+        )
 
 
 @torch.no_grad()

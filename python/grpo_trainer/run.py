@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
 from grpo_trainer.checkpoint import latest_checkpoint, load_optimizer
-from grpo_trainer.config import Config, load_config
+from grpo_trainer.config import Config, CountdownConfig, load_config
 from grpo_trainer.data import PromptData, encode_task
 from grpo_trainer.errors import UserError
 from grpo_trainer.learner import Learner
@@ -17,15 +16,16 @@ from grpo_trainer.monitor.metrics import JsonLines
 from grpo_trainer.policy import ModelSource, Policy, find_model, pick_device, set_threads
 from grpo_trainer.rollout.engine import RolloutEngine
 from grpo_trainer.rollout.local import LocalEngine
+from grpo_trainer.run_folder import FolderLock, claim_folder, claim_new_folder
 from grpo_trainer.tasks import Task, build_task
 
 _CONFIG = "config.yaml"
-_FIXED = ("model", "task", "seed", "prompts_per_step", "dtype")  # what a resumed run cannot change
+_FIXED = ("task", "seed", "prompts_per_step", "dtype")  # what a resumed run cannot change
 
 
 @dataclass
 class Run:
-    """`first_step` is how many steps are done; the files in `folder` end there."""
+    """`first_step` is how many steps are done; the files in `folder` end there. `lock` keeps other processes out of it."""
 
     config: Config
     folder: Path
@@ -39,17 +39,33 @@ class Run:
     metrics: JsonLines
     samples: JsonLines
     evaluations: JsonLines
+    lock: FolderLock | None = None
+
+    def close(self) -> None:
+        """Lets other processes have the folder."""
+        if self.lock is not None:
+            self.lock.release()
 
 
 def start_run(config: Config) -> Run:
-    folder = Path(config.run_dir) if config.run_dir else _new_folder(config)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(
-            f"run_dir is {str(folder)!r}; it exists and is not empty. Choose another, or continue it: grpo train --resume {folder}"
-        )
-    run = _build(config, folder, first_step=0, checkpoint=None)
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_config(config, folder)
+    """A new run in a folder of its own.
+
+    Raises:
+        UserError: whatever is wrong with the settings, the model, the data or the folder; nothing is left behind then.
+    """
+    config = _absolute(config)
+    folder = claim_folder(Path(config.run_dir).expanduser()) if config.run_dir else claim_new_folder(config.task.name, config.seed)
+    lock = FolderLock(folder)
+    try:
+        run = _build(config, folder, first_step=0, checkpoint=None)
+        _write_config(config, folder)
+    except BaseException:
+        lock.release()
+        lock.path.unlink(missing_ok=True)
+        if not any(folder.iterdir()):
+            folder.rmdir()
+        raise
+    run.lock = lock
     return run
 
 
@@ -59,20 +75,29 @@ def open_for_evaluation(config: Config) -> Run:
 
 
 def resume_run(folder: Path, overrides: list[str]) -> Run:
-    """Continues from the newest checkpoint (from the start where there is none) as if the run had never stopped."""
+    """Continues from the newest checkpoint (from the start where there is none) as if the run had never stopped.
+
+    `overrides` may change anything but what would make it another run; `model` and `task.data` may name new places of the same.
+    """
     if not (folder / _CONFIG).is_file():
         raise UserError(f"--resume {folder}: no {_CONFIG} there, so it is not a run folder")
     before = load_config(folder / _CONFIG)
-    config = load_config(folder / _CONFIG, overrides)
+    config = _absolute(load_config(folder / _CONFIG, overrides))
     for key in _FIXED:
-        old, new = getattr(before, key), getattr(config, key)
+        old, new = _identity(before, key), _identity(config, key)
         if old != new:
             raise UserError(
                 f"{key} is {new!r}, but the run in {folder} has {old!r}; with another {key} it is another run, not its continuation"
             )
-    found = latest_checkpoint(folder)
-    checkpoint, done = found if found else (None, 0)
-    run = _build(config, folder, done, checkpoint)
+    lock = FolderLock(folder)
+    try:
+        found = latest_checkpoint(folder)
+        checkpoint, done = found if found else (None, 0)
+        run = _build(config, folder, done, checkpoint)
+    except BaseException:
+        lock.release()
+        raise
+    run.lock = lock
     _write_config(config, folder)
     for file in (run.metrics, run.samples):
         file.keep(done)
@@ -116,11 +141,15 @@ def _write_config(config: Config, folder: Path) -> None:
     partial.replace(folder / _CONFIG)
 
 
-def _new_folder(config: Config) -> Path:
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    base = Path("runs") / f"{config.task.name}-{stamp}-seed{config.seed}"
-    folder, number = base, 1
-    while folder.exists():
-        number += 1
-        folder = base.with_name(f"{base.name}-{number}")
-    return folder
+def _absolute(config: Config) -> Config:
+    """Places as absolute paths, so that the run can be continued from any folder."""
+    model = Path(config.model).expanduser()
+    changes: dict[str, object] = {"model": str(model.resolve())} if model.is_dir() else {}
+    if isinstance(config.task, CountdownConfig) and config.task.data is not None:
+        changes["task"] = config.task.model_copy(update={"data": str(Path(config.task.data).expanduser().resolve())})
+    return config.model_copy(update=changes)
+
+
+def _identity(config: Config, key: str) -> object:
+    value = getattr(config, key)
+    return value.model_copy(update={"data": None}) if isinstance(value, CountdownConfig) else value

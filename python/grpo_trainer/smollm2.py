@@ -40,7 +40,14 @@ def smollm2_folder() -> Path:
     missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"converting smollm2-135m needs {' and '.join(missing)}: {INSTALL}")
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"the cache folder {folder.parent} cannot be made ({error}); set GRPO_CACHE to a folder that can be written"
+        ) from None
+    if not os.access(folder.parent, os.W_OK):
+        raise UserError(f"the cache folder {folder.parent} cannot be written; set GRPO_CACHE to one that can")
     _remove_leftovers(folder)
     partial = folder.parent / f".{folder.name}.{os.getpid()}.partial"
     print(f"Converting SmolLM2-135M-Instruct from GGUF to safetensors, once, into {folder} ...", flush=True)

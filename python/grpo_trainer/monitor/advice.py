@@ -11,7 +11,7 @@ def advice(metrics: Metrics, max_new_tokens: int) -> list[str]:
     found = []
     if metrics["updates_nonfinite"]:
         found.append(
-            "The loss or its gradient was not finite, so the weights were left as they were. If it happens again: lower "
+            "The loss or its gradient was not finite, so that update was left out. If it happens again: lower "
             "optimizer.learning_rate, use dtype=float32, or look for a damaged model."
         )
     if metrics["groups/no_signal"] == 1.0:

@@ -31,6 +31,10 @@ def _number(value: float | int | None, style: str) -> str:
     return "-" if value is None else format(value, style)
 
 
+def _can_redraw(console: Console) -> bool:
+    return console.is_terminal and not console.is_dumb_terminal
+
+
 class Display:
     def __init__(self, console: Console, first_step: int, steps: int) -> None:
         self._console = console
@@ -39,7 +43,7 @@ class Display:
         self._phase = "starting"
         self._rows: deque[Metrics] = deque(maxlen=10)
         self._started = time.monotonic()
-        self._live = Live(self, console=console, refresh_per_second=2, transient=True) if console.is_terminal else None
+        self._live = Live(self, console=console, refresh_per_second=2, transient=True) if _can_redraw(console) else None
 
     def __enter__(self) -> Display:
         if self._live:

@@ -85,13 +85,15 @@ class JsonLines:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
     def read(self) -> list[dict[str, Any]]:
-        """Complete lines only: a killed process may leave half of one."""
+        """Up to the first line that is no row with a step: a killed process may leave half of one."""
         rows = []
-        for line in self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []:
+        for line in self.path.read_bytes().split(b"\n") if self.path.exists() else []:
             try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
+                row = json.loads(line)
+                row["step"] + 0
+            except (ValueError, TypeError, KeyError):
                 break
+            rows.append(row)
         return rows
 
     def keep(self, last_step: int) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from grpo_trainer.evaluation import Evaluation
 
@@ -34,8 +34,8 @@ def print_evaluations(console: Console, evaluations: dict[str, Evaluation]) -> N
     for title in evaluations:
         samples.add_column(title)
     for entries in zip(*(e.samples for e in evaluations.values()), strict=True):
-        cells = [f"[{'green' if correct else 'red'}]{escape(_short(text))}[/]" for _, text, correct in entries]
-        samples.add_row(escape(_short(entries[0][0])), *cells)
+        cells = [Text(_short(text), style="green" if correct else "red") for _, text, correct in entries]
+        samples.add_row(Text(_short(entries[0][0])), *cells)
     console.print(samples)
 
 

@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _MAX_CHARACTERS = 200
 _BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: lambda a, b: a + b,
@@ -79,10 +78,9 @@ def tinyzero_score(text: str, numbers: Sequence[int], target: int) -> float:
         text = text.split("<|im_start|>assistant", 1)[1]
     else:
         return 0.0
-    answers = _ANSWER.findall(text.split("\n")[-1])
-    if not answers:
+    answer = _last_match(text.split("\n")[-1])
+    if answer is None:
         return 0.0
-    answer = answers[-1].strip()
     try:
         used = sorted(int(digits) for digits in re.findall(r"\d+", answer))
     except ValueError:  # more digits than Python converts
@@ -94,6 +92,14 @@ def tinyzero_score(text: str, numbers: Sequence[int], target: int) -> float:
         return 1.0 if abs(value - target) < 1e-5 else 0.1
     except (SyntaxError, ValueError, ArithmeticError, TypeError, _NotAllowed, RecursionError, MemoryError):
         return 0.1
+
+
+def _last_match(line: str) -> str | None:
+    """The last match of `<answer>(.*?)</answer>`, stripped, as `re.finditer` finds them, but in linear time."""
+    found, at = None, 0
+    while (start := line.find("<answer>", at)) >= 0 and (end := line.find("</answer>", start)) >= 0:
+        found, at = line[start + len("<answer>") : end].strip(), end + len("</answer>")
+    return found
 
 
 _Number = int | float | complex

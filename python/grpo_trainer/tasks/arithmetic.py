@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import random
 import re
+from decimal import Decimal
 
 from grpo_trainer.config import ArithmeticConfig
 from grpo_trainer.tasks.task import Example, Score
 
+# A minus behind a digit is an operation, not a sign.
+_NUMBER = re.compile(r"(?:(?<!\d)-)?\d+(?:,\d{3})*(?:\.\d+)?", re.ASCII)
+
 
 class Arithmetic:
-    """All sums a + b with a and b from 0 to `largest`; the last integer of a completion is its answer."""
+    """All sums a + b with a and b from 0 to `largest`; the last number of a completion is its answer."""
 
     def __init__(self, config: ArithmeticConfig, seed: int) -> None:
         sums = [(a, b) for a in range(config.largest + 1) for b in range(config.largest + 1)]
@@ -19,8 +23,8 @@ class Arithmetic:
         self.held_out, self.train = examples[: config.held_out], examples[config.held_out :]
 
     def score(self, example: Example, prompt: str, completion: str) -> Score:
-        numbers = re.findall(r"-?\d{1,9}(?!\d)", completion)
-        correct = bool(numbers) and int(numbers[-1]) == example.answer
+        numbers = _NUMBER.findall(completion)
+        correct = bool(numbers) and Decimal(numbers[-1].replace(",", "")) == example.answer
         return Score(float(correct), {"correct": float(correct)}, correct)
 
 

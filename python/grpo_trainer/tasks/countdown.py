@@ -23,10 +23,10 @@ class Countdown:
     """
 
     def __init__(self, config: CountdownConfig, seed: int) -> None:
-        puzzles = _generate(config.size, seed) if config.data is None else _read(Path(config.data))
+        puzzles = _generate(config.size, seed) if config.data is None else _distinct(_read(Path(config.data)))
         if len(puzzles) <= config.held_out:
             raise UserError(
-                f"task.held_out is {config.held_out}, but {config.data} has only {len(puzzles)} puzzles, and training needs some"
+                f"task.held_out is {config.held_out}, but {config.data} has only {len(puzzles)} different puzzles, and training needs some"
             )
         self._tinyzero = config.scoring == "tinyzero"
         prompt = _base_prompt if self._tinyzero else _chat_prompt
@@ -93,17 +93,29 @@ def _random_value(values: list[Fraction], rng: random.Random) -> Fraction | None
     return values[0]
 
 
+def _distinct(puzzles: list[tuple[list[int], int]]) -> list[tuple[list[int], int]]:
+    """Without repetitions: one of a pair could be held out and the other trained on."""
+    first: dict[tuple[tuple[int, ...], int], tuple[list[int], int]] = {}
+    for numbers, target in puzzles:
+        first.setdefault((tuple(sorted(numbers)), target), (numbers, target))
+    return list(first.values())
+
+
 def _read(path: Path) -> list[tuple[list[int], int]]:
     if not path.is_file():
         raise UserError(f"task.data is {str(path)!r}; there is no such file")
+    try:
+        text = path.read_text(encoding="utf-8-sig")  # a byte-order mark is no content
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"task.data {path} cannot be read as UTF-8 text: {error}") from None
     puzzles = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         where = f"task.data {path}, line {number}"
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{where}: not JSON ({error})") from None
         columns = list(row) if isinstance(row, dict) else []
         for column in ("nums", "target"):
