@@ -7,6 +7,7 @@ The module is optional: without a compiler the wheel is pure Python and the oper
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,8 @@ class CMakeBuild(build_ext):
             f"-DPython_EXECUTABLE={sys.executable}", f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
             f"-DGRPO_MODULE_FILE={target.name}", f"-DGRPO_MODULE_DIR={target.parent}",
         ]  # fmt: skip
+        if shutil.which("ninja"):  # a compiler may come without make
+            configure += ["-G", "Ninja"]
         try:
             subprocess.run(configure, check=True)
             subprocess.run(["cmake", "--build", str(build), "--parallel", str(os.cpu_count() or 1)], check=True)

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends import select_backend
+from grpo_kernels.backends.torch import exact_products, working_dtype
 from grpo_kernels.linear_loss import check_head, check_targets
 
 
 @dataclass(frozen=True)
 class LinearLogprobs:
-    """float32 tensors of the targets' shape: log-probability of the target, and entropy, in nats."""
+    """float32 (float64 for float64 inputs) tensors of the targets' shape: log-probability of the target, and entropy, in nats."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -40,10 +41,10 @@ def linear_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, *, temperat
     check_targets(flat, torch.arange(flat.numel(), device=flat.device), weight.shape[0])
     chosen = select_backend(backend, hidden.device)
     size = chosen.rows_per_chunk(weight.shape[0])
-    dtype = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
+    dtype = working_dtype(hidden, weight)
     logprobs = torch.empty(flat.numel(), dtype=dtype, device=hidden.device)
     entropy = torch.empty_like(logprobs)
-    with torch.autocast(hidden.device.type, enabled=False):
+    with exact_products(hidden.device):
         for begin in range(0, flat.numel(), size):
             piece = slice(begin, begin + size)
             chunk = chosen.softmax(rows[piece], weight, flat[piece], float(temperature), hidden_gradient=False, weight_gradient=False)

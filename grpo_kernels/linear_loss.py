@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends import Backend, SoftmaxChunk, select_backend
+from grpo_kernels.backends.torch import exact_products, working_dtype
 from grpo_kernels.objective import Objective, TokenLoss
 from grpo_kernels.packing import LossCounts, RowLayout
 
@@ -22,6 +23,8 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 @dataclass(frozen=True)
 class LinearGRPOLoss:
     """What `linear_grpo_loss` returns. Only `loss` carries a gradient.
+
+    float32 stands for float64 where an input is float64.
 
     Every per-row field has the caller's leading shape, [rows] or [batch, length], and is 0 (False) where `computed` is False: at masked
     rows, and at rows whose advantage is 0 when nothing else gives them a gradient.
@@ -76,7 +79,8 @@ def linear_grpo_loss(
         old_logprobs: of the targets under the policy that sampled them, at the same temperature; None: equal to the current ones.
         ref_logprobs: under the reference policy; needed when `objective.kl_coef` is not 0.
         mask: bool or integer, 0 where a row does not count (prompt, tool output, padding). A masked row changes nothing, NaN or not.
-        counts: what the loss is divided by, over all pieces of the optimiser step; None: this call's rows are all there is.
+        counts: what the loss is divided by, over all pieces of the optimiser step; None: this call's rows are all there is. The pieces
+            then add up to the whole; with aggregation "sequence" a sequence's rows must be in one piece, for its length is counted there.
         temperature: the logits are divided by it, in float32.
         backend: "auto", "cpu" or "torch"; see `backends()`.
 
@@ -147,8 +151,7 @@ class _Job:
 class _LinearGRPO(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, job: _Job) -> tuple[Tensor, ...]:
-        # Autocast would round the float32 products below to half precision.
-        with torch.autocast(hidden.device.type, enabled=False):
+        with exact_products(hidden.device):
             outcome = _run(hidden, weight, job)
         ctx.gradients = (outcome.hidden_gradient, outcome.weight_gradient)
         ctx.dtypes = (hidden.dtype, weight.dtype)
@@ -190,7 +193,7 @@ class _Outcome:
 
     @classmethod
     def empty(cls, hidden: Tensor, weight: Tensor, job: _Job) -> _Outcome:
-        dtype = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
+        dtype = working_dtype(hidden, weight)
         total = hidden.shape[0]
 
         def per_row(kind: torch.dtype) -> Tensor:

@@ -14,6 +14,8 @@ class LossCounts:
 
     tokens: tokens that count in the loss (mask is true), those of groups without signal included.
     sequences: completions with at least one such token.
+
+    Pieces add up to the whole however they are cut, except that the mean over a sequence (aggregation "sequence") needs it in one piece.
     """
 
     tokens: int
@@ -78,7 +80,7 @@ class RowLayout:
                 f"{name} has shape {tuple(values.shape)}, which fits the rows and, as some sequences are empty, the sequences too; "
                 "leave the empty sequences out of cu_seqlens"
             )
-        values = values.detach()
+        values = values.detach().to(self.mask.device)
         if not values.dtype.is_floating_point:
             raise ValueError(f"{name} has dtype {values.dtype}; it must be floating point")
         if values.shape == self.shape:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from grpo_trainer.config import ArithmeticConfig
@@ -42,4 +44,9 @@ def test_score(completion: str, answer: int, correct: bool) -> None:
 def test_split() -> None:
     assert (len(TASK.train), len(TASK.held_out)) == (70, 30)
     assert len({str(e.prompt) for e in TASK.train + TASK.held_out}) == 100
+
+    def pairs(examples: list[Example]) -> set[tuple[str, ...]]:
+        return {tuple(sorted(re.findall(r"\d+", str(e.prompt)))) for e in examples}
+
+    assert not pairs(TASK.train) & pairs(TASK.held_out), "a + b is held out, but b + a is trained on"
     assert [e.answer for e in Arithmetic(ArithmeticConfig(), seed=1).held_out] != [e.answer for e in TASK.held_out]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from grpo_kernels.backends import cpu
 from grpo_trainer.cli import main
-from grpo_trainer.config import Config, load_config
+from grpo_trainer.config import Config, keys, load_config
 from grpo_trainer.errors import UserError
 from tiny import write_model
 
@@ -39,6 +41,13 @@ def test_overrides_mean_what_they_say(tmp_path: Path) -> None:
     """YAML would read 010 as eight, no as false and a date as a date."""
     config = load_config(recipe(tmp_path), ["seed=010", "run_dir=no", "model=2024-01-01", "objective.clip_high=none"])
     assert (config.seed, config.run_dir, config.model, config.objective.clip_high) == (10, "no", "2024-01-01", None)
+
+
+def test_an_empty_section_holds_the_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text("model: m\ntask: {name: arithmetic}\nsampling:\n")
+    assert load_config(path).sampling.temperature == 1.0
+    assert load_config(path, ["sampling.temperature=0.7"]).sampling.temperature == 0.7
 
 
 def test_a_byte_order_mark_is_no_content(tmp_path: Path) -> None:
@@ -96,6 +105,7 @@ def test_presets(tmp_path: Path) -> None:
         (["task=chess"], "task"),
         (["task.held_out=100"], "task.held_out is 100; there are only 100 sums"),
         (["backend=gpu"], "backend is 'gpu'"),
+        (["sampling.rows=4"], "sampling.rows is 4; it must be at least group_size = 8"),
         (["steps"], "override 'steps' is not of the form key=value"),
         (["steps.more=1", "steps.more.less=2"], "override 'steps.more.less=2': more holds the value '1'"),
         (["model="], "model is None"),
@@ -210,6 +220,33 @@ def test_help_lists_every_key_with_its_meaning(capsys: pytest.CaptureFixture[str
     assert set(Config.model_fields) - {"task", "sampling", "objective", "optimizer", "evaluation"} <= {
         line.split(" (")[0].strip() for line in text.splitlines()
     }
+
+
+def test_a_backend_that_is_not_there_is_refused_before_the_model_loads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "import_error", "not built")
+    monkeypatch.setattr("grpo_trainer.policy.Policy.load", lambda *a, **k: pytest.fail("the model was loaded"))
+    model = write_model(tmp_path / "model")
+    arguments = ["train", str(recipe(tmp_path, model=str(model), run_dir=str(tmp_path / "run"), backend="cpu"))]
+    assert main([*arguments, "sampling.max_new_tokens=8"]) == 2
+    assert "backend 'cpu' is not available" in capsys.readouterr().err
+
+
+def test_a_model_that_can_never_stop_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_model(tmp_path / "model")
+    (model / "generation_config.json").unlink()
+    for name, key in (("config.json", "eos_token_id"), ("tokenizer_config.json", "eos_token")):
+        content = json.loads((model / name).read_text())
+        del content[key]
+        (model / name).write_text(json.dumps(content))
+    assert main(["train", str(recipe(tmp_path, model=str(model), run_dir=str(tmp_path / "run"))), "sampling.max_new_tokens=8"]) == 2
+    assert "names no end-of-sequence token" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_every_key_has_a_meaning() -> None:
+    assert [key for key, (_, meaning) in keys().items() if not meaning] == []
 
 
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 
-from grpo_kernels import LossCounts, Objective, backends, linear_grpo_loss
+from grpo_kernels import LossCounts, Objective, backends, linear_grpo_loss, linear_loss
 from grpo_kernels.backends.torch import TorchBackend
 from problems import Problem, check_against_float64, fused, make, reference, relative, take
 
@@ -92,6 +93,7 @@ def test_target_with_probability_near_one(backend: str) -> None:
     assert relative(ours.logprobs, exact.logprobs) < 1e-5
     assert relative(ours.hidden_gradient, exact.hidden_gradient) < 1e-5
     assert relative(ours.weight_gradient, exact.weight_gradient) < 1e-5
+    assert relative(reference(p).hidden_gradient, exact.hidden_gradient) > 1e-3, "torch keeps its digits too: the test is too easy"
 
 
 @pytest.mark.parametrize("backend", AVAILABLE)
@@ -111,8 +113,11 @@ def test_target_with_tiny_probability(backend: str, gap: float, dtype: torch.dty
     exact = reference(p, torch.float64)
     assert relative(ours.logprobs, exact.logprobs) < 1e-6
     assert float((ours.entropy - exact.entropy).abs().max()) < 2e-5
-    assert relative(ours.hidden_gradient, exact.hidden_gradient) < 2e-6
-    assert relative(ours.weight_gradient, exact.weight_gradient) < 2e-6
+    torchs = reference(p)
+    for name in ("hidden_gradient", "weight_gradient"):
+        floor = torch.finfo(dtype).eps / 4 if dtype == torch.float32 else 1e-7  # advantages are float32 always
+        allowed = 2 * max(relative(getattr(torchs, name), getattr(exact, name)), floor)
+        assert relative(getattr(ours, name), getattr(exact, name)) <= allowed, name
 
 
 @pytest.mark.parametrize("backend", AVAILABLE)
@@ -316,20 +321,49 @@ def test_expanded_inputs() -> None:
     assert relative(fused(spread)[0].weight_gradient, reference(spread, torch.float64).weight_gradient) < 1e-6
 
 
-def test_frozen_weight_gets_no_gradient_and_no_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+@dataclass
+class Work:
+    """Which products a call asked for, and the shapes of the gradient buffers it made."""
+
+    softmax: list[dict[str, bool]] = field(default_factory=list)
+    weight_products: int = 0
+    buffers: list[tuple[bool, bool]] = field(default_factory=list)
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> Work:
+    seen = Work()
+    softmax, add, empty = TorchBackend.softmax, TorchBackend.add_weight_gradient, linear_loss._Outcome.empty
+
+    def spy_softmax(*arguments: Any, **flags: bool) -> Any:
+        seen.softmax.append(flags)
+        return softmax(*arguments, **flags)
+
+    def spy_add(*arguments: Any, **flags: bool) -> None:
+        seen.weight_products += 1
+        add(*arguments, **flags)
+
+    def spy_empty(*arguments: Any) -> Any:
+        outcome = empty(*arguments)
+        seen.buffers.append((outcome.hidden_gradient is not None, outcome.weight_gradient is not None))
+        return outcome
+
+    monkeypatch.setattr(TorchBackend, "softmax", spy_softmax)
+    monkeypatch.setattr(TorchBackend, "add_weight_gradient", spy_add)
+    monkeypatch.setattr(linear_loss._Outcome, "empty", spy_empty)
+    return seen
+
+
+def test_frozen_weight_costs_no_product_and_no_buffer(work: Work) -> None:
     p = make(40, 16, 90)
-    calls = []
-    monkeypatch.setattr(TorchBackend, "add_weight_gradient", lambda *a, **k: calls.append(1))
     hidden = p.hidden.detach().requires_grad_()
     result = linear_grpo_loss(hidden, p.weight, p.targets, p.advantages, objective=p.objective, old_logprobs=p.old, mask=p.mask)
     result.loss.backward()
-    assert not calls
-    assert p.weight.grad is None
-    monkeypatch.undo()
+    assert work == Work([{"hidden_gradient": True, "weight_gradient": False}], 0, [(True, False)])
     assert torch.equal(hidden.grad, fused(p)[0].hidden_gradient)
 
 
-def test_without_gradients_only_the_loss_is_computed() -> None:
+def test_without_gradients_only_the_loss_is_computed(work: Work) -> None:
     p = make(40, 16, 90)
     with torch.no_grad():
         hidden, weight = p.hidden.detach().requires_grad_(), p.weight.detach().requires_grad_()
@@ -337,7 +371,36 @@ def test_without_gradients_only_the_loss_is_computed() -> None:
             hidden, weight, p.targets, p.advantages, objective=p.objective, cu_seqlens=p.cu_seqlens, old_logprobs=p.old, mask=p.mask
         )
     assert not result.loss.requires_grad
+    assert work == Work([{"hidden_gradient": False, "weight_gradient": False}], 0, [(False, False)])
     assert float(result.loss) == float(fused(p)[0].loss)
+
+
+def test_logits_of_minus_infinity_are_no_probability() -> None:
+    """A vocabulary entry ruled out by -inf weights: entropy and gradients as if it were not there."""
+    p = make(30, 8, 60, masked=0.0)
+    hidden = torch.cat([p.hidden, torch.ones(30, 1)], 1)
+    weight = torch.cat([p.weight, torch.zeros(60, 1)], 1)
+    ruled_out = torch.cat([weight, torch.full((1, 9), 0.0)])
+    ruled_out[-1, -1] = float("-inf")
+    for backend in AVAILABLE:
+        with torch.no_grad():
+            plain = linear_grpo_loss(hidden, weight, p.targets, p.advantages, objective=p.objective, backend=backend)
+            result = linear_grpo_loss(hidden, ruled_out, p.targets, p.advantages, objective=p.objective, backend=backend)
+        assert torch.allclose(result.logprobs, plain.logprobs, atol=1e-6)
+        assert torch.allclose(result.entropy, plain.entropy, atol=1e-5)
+
+
+def test_matmul_precision_settings_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    real = TorchBackend.softmax
+    monkeypatch.setattr(TorchBackend, "softmax", lambda *a, **k: (seen.append(torch.get_float32_matmul_precision()), real(*a, **k))[1])
+    torch.set_float32_matmul_precision("medium")
+    try:
+        fused(make(30, 16, 90))
+        assert seen == ["highest"]
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 def test_two_backwards() -> None:

@@ -20,11 +20,10 @@ inline Floats load(const float* p) {
 inline void store(float* p, Floats v) { memcpy(p, &v, sizeof v); }
 
 // exp by range reduction x = k ln2 + r, |r| <= ln2/2, and a degree-6 polynomial (Cephes expf): relative error below 2e-7.
-// The argument is held in [-87.3, 88]: 2^k is then a normal float, and sums of larger terms overflow to infinity, which the caller
-// tests for. The comparisons are written so that NaN passes through, and 2^k is multiplied (not added to the exponent bits) so
-// that it stays NaN.
+// The argument is at least -87.3 (see `difference`) and is held at 88: 2^k is then a normal float, and sums of larger terms overflow
+// to infinity, which the caller tests for. The comparison is written so that NaN passes through, and 2^k is multiplied (not added to
+// the exponent bits) so that it stays NaN.
 inline Floats exponential(Floats x) {
-  x = x < -87.3f ? Floats{} - 87.3f : x;
   x = x > 88.0f ? Floats{} + 88.0f : x;
   const float round_to_integer = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low mantissa bits
   const Floats shifted = x * 1.44269504088896341f + round_to_integer;
@@ -43,6 +42,12 @@ inline Floats exponential(Floats x) {
   Floats scale;
   memcpy(&scale, &bits, sizeof scale);
   return p * scale;
+}
+
+// logit / T - offset, from -87.3 up, where E is 1e-38: below, a logit of -inf would make E * d a NaN. NaN passes through.
+inline Floats difference(Floats logit, float inverse_temperature, Floats offset) {
+  const Floats d = logit * inverse_temperature - offset;
+  return d < -87.3f ? Floats{} - 87.3f : d;
 }
 
 // Four vectors of neighbouring tokens at a time: the sums stay in registers while the vocabulary runs by. They are summed in three
@@ -64,7 +69,7 @@ inline void columns(const AnchoredTile& a, int64_t j) {
     for (int i = 0; i < kVectors; ++i) run[i] = weighted_run[i] = Floats{};
     for (int64_t r = begin; r < end; ++r, p += a.stride) {
       for (int i = 0; i < kVectors; ++i) {
-        const Floats d = load(p + i * GRPO_LANES) * a.inverse_temperature - offset[i];
+        const Floats d = difference(load(p + i * GRPO_LANES), a.inverse_temperature, offset[i]);
         const Floats e = exponential(d);
         store(p + i * GRPO_LANES, e);
         run[i] += e;
@@ -87,11 +92,11 @@ inline void columns(const AnchoredTile& a, int64_t j) {
 inline void column(const AnchoredTile& a, int64_t j) {
   float* p = a.tile + j;
   for (int64_t r = 0; r < a.rows; ++r, p += a.stride) {
-    const float d = *p * a.inverse_temperature - a.offset[j];
-    const float e = exponential(Floats{} + d)[0];
-    *p = e;
-    a.sum[j] += e;
-    a.weighted_sum[j] += static_cast<double>(e) * d;
+    const Floats d = difference(Floats{} + *p, a.inverse_temperature, Floats{} + a.offset[j]);
+    const Floats e = exponential(d);
+    *p = e[0];
+    a.sum[j] += e[0];
+    a.weighted_sum[j] += static_cast<double>(e[0]) * d[0];
   }
 }
 

@@ -14,6 +14,8 @@ class SoftmaxChunk:
 
     `o_t` is the target's own logit x_y; for a row whose target is so unlikely that exp(x - x_y) overflows, the row's maximum.
 
+    float32 below is float64 for float64 inputs.
+
     Attributes:
         logprobs: [n] float32, log-probability of the target.
         entropy: [n] float32, in nats.

@@ -38,8 +38,7 @@ class CPUBackend(TorchBackend):
         if tile.dtype != torch.float32:
             super()._exponentiate(tile, inverse_temperature, offset, targets, begin, sums, weighted)
             return
-        assert tile.stride(1) == 1
-        assert all(t.is_contiguous() for t in (offset, targets, sums, weighted))
+        _check_pointers(tile, offset, targets, sums, weighted)
         _native.anchored_tile(
             tile=tile.data_ptr(),
             rows=tile.shape[0],
@@ -54,3 +53,16 @@ class CPUBackend(TorchBackend):
             threads=torch.get_num_threads(),
             instruction_set=self._instruction_set,
         )
+
+
+def _check_pointers(tile: Tensor, offset: Tensor, targets: Tensor, sums: Tensor, weighted: Tensor) -> None:
+    """The kernel believes its pointers: what it reads and writes is checked here, also under python -O."""
+    columns = tile.shape[1:]
+    expected = ((tile, torch.float32, tile.shape), (offset, torch.float32, columns), (targets, torch.int64, columns))
+    for tensor, dtype, shape in (*expected, (sums, torch.float64, columns), (weighted, torch.float64, columns)):
+        dense = tensor.stride(-1) == 1 or tensor.shape[-1] <= 1
+        if tensor.device.type != "cpu" or tensor.dtype != dtype or tensor.shape != shape or not dense:
+            raise ValueError(
+                f"anchored_tile got {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}; "
+                f"it takes {dtype} {tuple(shape)}, dense in its last dimension, on the CPU"
+            )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 
@@ -12,7 +13,8 @@ from grpo_kernels.backends.base import Backend
 from grpo_kernels.backends.cpu import CPUBackend
 from grpo_kernels.backends.torch import TorchBackend
 
-BACKEND_NAMES = ("auto", "torch", "cpu")
+BackendName = Literal["auto", "torch", "cpu"]
+BACKEND_NAMES: tuple[str, ...] = get_args(BackendName)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ The target was sampled, so E is bounded by 1 / p_y; a row for which that is too 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -128,12 +130,12 @@ class TorchBackend:
         """Logits to exponentials in place, the target's to 0; adds the sums. `csrc/cpu/anchored_tile.h` says the same."""
         inside = ((targets >= begin) & (targets < begin + tile.shape[0])).nonzero()[:, 0]
         tile.mul_(inverse_temperature).sub_(offset)
-        difference = tile.clone()
+        difference = tile.clamp(min=-1e30)  # a copy; a logit of -inf would make 0 * -inf below a NaN, and NaN passes through
         tile.exp_()
         tile[targets[inside] - begin, inside] = 0.0
         difference[targets[inside] - begin, inside] = 0.0
         sums += tile.sum(0)
-        # A far-away entry may overflow here (inf * x, 0 * -inf cannot occur); such a row is extreme and redone with its maximum.
+        # A far-away entry may overflow here; such a row is extreme and redone with its maximum.
         weighted += difference.mul_(tile).sum(0)
 
     def _buffer(self, height: int, width: int, like: Tensor) -> Tensor:
@@ -149,6 +151,18 @@ class TorchBackend:
             entries = weight[begin : begin + self._vocabulary_tile].to(rows.dtype)
             maximum = torch.maximum(maximum, (entries @ rows.t()).amax(0) / temperature)
         return maximum
+
+
+@contextmanager
+def exact_products(device: torch.device) -> Iterator[None]:
+    """Float32 products as float32: no autocast, no TF32 or bf16 passes whatever the caller's `set_float32_matmul_precision`."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def working_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:

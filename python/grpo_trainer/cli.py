@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 0: done; 1: stopped or failed while working; 2: refused before work started."""
+    """Exit code 0: done; 1: stopped or failed while working; 2: refused before work started; 130: interrupted; 141: its reader has gone."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if isinstance(sys.stdout, io.TextIOWrapper):
         # In a pipe or a file too, progress is seen as it happens; what the terminal's encoding lacks is shown as "?".
@@ -148,12 +148,12 @@ def _eval(options: argparse.Namespace) -> int:
     from grpo_trainer.config import load_config
     from grpo_trainer.evaluation import evaluate
     from grpo_trainer.monitor.report import print_evaluations
-    from grpo_trainer.run import open_for_evaluation
+    from grpo_trainer.run import load_parts
 
     console = _console()
-    run = open_for_evaluation(load_config(options.recipe, options.overrides))
-    console.print(f"{run.config.model} on {run.policy.device}", soft_wrap=True)
-    print_evaluations(console, {"result": evaluate(run.engine, run.source, run.task, run.data.held_out, run.config, step=0)})
+    parts = load_parts(load_config(options.recipe, options.overrides))
+    console.print(f"{parts.config.model} on {parts.policy.device}", soft_wrap=True)
+    print_evaluations(console, {"result": evaluate(parts, step=0)})
     return 0
 
 

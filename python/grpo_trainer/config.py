@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from grpo_kernels import Objective
 from grpo_kernels.advantages import AdvantageScale
-from grpo_kernels.backends.selection import BACKEND_NAMES
+from grpo_kernels.backends.selection import BackendName
 from grpo_kernels.linear_loss import MAX_TEMPERATURE, MIN_TEMPERATURE
 from grpo_kernels.objective import KLEstimator
 from grpo_trainer.errors import UserError
@@ -76,9 +76,9 @@ class ObjectiveConfig(Section):
 class OptimizerConfig(Section):
     learning_rate: float = Field(1e-6, gt=0, description="AdamW")
     warmup_steps: int = Field(0, ge=0, description="linear rise of the learning rate from 0")
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.95, ge=0, lt=1)
-    weight_decay: float = Field(0.0, ge=0)
+    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's decay of the mean gradient")
+    beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's decay of the squared gradient")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's, decoupled")
     max_grad_norm: float = Field(1.0, gt=0, description="gradients are scaled down to this norm")
 
 
@@ -102,26 +102,29 @@ class Config(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     run_dir: str | None = Field(None, description="where results go; none: runs/<task>-<time>-seed<seed>")
-    save_every: int = Field(50, ge=0, description="steps between checkpoints; 0: only at the end, or when interrupted")
+    save_every: int = Field(
+        50, ge=0, description="steps between checkpoints, the newest of which is kept; 0: only at the end, or when interrupted"
+    )
     max_nonfinite_steps: int = Field(3, ge=1, description="stop after this many non-finite losses or gradients in a row")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="of the parameters")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="of the parameters; in bfloat16 an update smaller than 1/256 of a weight is lost"
+    )
     threads: int = Field(0, ge=0, description="CPU threads; 0: torch's choice")
-    backend: Literal["auto", "torch", "cpu"] = Field("auto", description="of the loss; see grpo doctor")
+    backend: BackendName = Field("auto", description="of the loss; see grpo doctor")
 
     @model_validator(mode="after")
     def _check_together(self) -> Config:
         if self.group_size < 2:
             raise ValueError(f"group_size is {self.group_size}; it must be at least 2: alone in its group, a completion has no advantage")
+        if self.sampling.rows < self.group_size:
+            raise ValueError(f"sampling.rows is {self.sampling.rows}; it must be at least group_size = {self.group_size}")
         if self.task.name == "arithmetic" and self.task.held_out >= (self.task.largest + 1) ** 2:
             total = (self.task.largest + 1) ** 2
             raise ValueError(f"task.held_out is {self.task.held_out}; there are only {total} sums, and training needs some")
         if self.task.name == "countdown" and self.task.data is None and self.task.held_out >= self.task.size:
             raise ValueError(f"task.held_out is {self.task.held_out}; it must be less than task.size = {self.task.size}")
         return self
-
-
-assert set(BACKEND_NAMES) == set(get_args(Config.model_fields["backend"].annotation))
 
 
 def load_config(recipe: Path, overrides: Sequence[str] = ()) -> Config:
@@ -144,6 +147,8 @@ def load_config(recipe: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def validate(settings: dict[str, Any]) -> Config:
+    empty = [name for name, field in Config.model_fields.items() if isinstance(field.default, Section) and settings.get(name, "") is None]
+    settings = {name: value for name, value in settings.items() if name not in empty}  # "sampling:" with nothing below it
     try:
         return Config.model_validate(settings)
     except ValidationError as error:
@@ -157,7 +162,9 @@ def _apply(settings: dict[str, Any], override: str) -> None:
     *parents, last = key.split(".")
     at = settings
     for parent in parents:
-        below = at.setdefault(parent, {})
+        if at.get(parent) is None:  # absent, or a section without content
+            at[parent] = {}
+        below = at[parent]
         if not isinstance(below, dict):
             raise UserError(f"override {override!r}: {parent} holds the value {below!r}, it has no keys")
         at = below

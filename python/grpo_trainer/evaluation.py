@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from grpo_trainer.config import Config
 from grpo_trainer.data import EncodedExample
-from grpo_trainer.policy import ModelSource
-from grpo_trainer.rollout.engine import Completion, RolloutEngine
-from grpo_trainer.tasks import Task
+from grpo_trainer.rollout.engine import Completion
+from grpo_trainer.run import Parts
 
 
 @dataclass(frozen=True)
@@ -27,11 +25,10 @@ class Evaluation:
         return asdict(self)
 
 
-def evaluate(
-    engine: RolloutEngine, source: ModelSource, task: Task, held_out: list[EncodedExample], config: Config, step: int
-) -> Evaluation:
+def evaluate(parts: Parts, step: int) -> Evaluation:
     """The samples depend on the seed only, not on the step: before and after are compared on the same random numbers."""
-    chosen = held_out[: config.evaluation.prompts]
+    config, engine, source = parts.config, parts.engine, parts.source
+    chosen = parts.data.held_out[: config.evaluation.prompts]
     prompts = [item.ids for item in chosen]
     generator = engine.generator(config.seed)
     longest = config.sampling.max_new_tokens
@@ -41,7 +38,7 @@ def evaluate(
     greedy = engine.generate(prompts, 1, temperature=0.0, max_new_tokens=longest, generator=generator)
 
     def correct(item: EncodedExample, completion: Completion) -> bool:
-        return task.score(item.example, item.text, source.decode(completion.token_ids)).correct
+        return parts.task.score(item.example, item.text, source.decode(completion.token_ids)).correct
 
     def accuracy(groups: list[list[Completion]]) -> float:
         marks = [correct(item, completion) for item, group in zip(chosen, groups, strict=True) for completion in group]

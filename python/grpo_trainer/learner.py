@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from grpo_kernels import LinearGRPOLoss, LossCounts, linear_grpo_loss, linear_logprobs
 from grpo_trainer.config import Config
@@ -77,15 +78,19 @@ class Learner:
 
     def _update_once(self, batches: list[MicroBatch], counts: LossCounts, step: int) -> UpdateStats:
         stats = UpdateStats(learning_rate=self._learning_rate(step))
+        total = _Float32Gradients(self._policy.model)
         for batch in batches:
             result = self._loss(batch, counts)
             stats.add(result)
             if not math.isfinite(stats.loss):
                 break
             result.loss.backward()
+            if len(batches) > 1:
+                total.collect()
             # On a batch's first update the ratio is 1 by definition; later ones are relative to the log-probabilities it had then.
             if batch.old is None and self._config.updates_per_step > 1:
                 batch.old = result.logprobs.detach()
+        total.hand_back()
         self._step(stats, any_gradient=bool(batches))
         return stats
 
@@ -107,10 +112,12 @@ class Learner:
 
     def _step(self, stats: UpdateStats, *, any_gradient: bool) -> None:
         """Applies the gradients, unless there are none (Adam's momentum would move the weights all the same) or they are not finite."""
-        if any_gradient and math.isfinite(stats.loss):
+        if not math.isfinite(stats.loss):
+            stats.grad_norm = math.nan  # unknown: there was no backward pass
+        elif any_gradient:
             parameters = self._policy.model.parameters()
             stats.grad_norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._config.optimizer.max_grad_norm))
-        stats.finite = math.isfinite(stats.loss) and math.isfinite(stats.grad_norm)
+        stats.finite = math.isfinite(stats.grad_norm)
         if any_gradient and stats.finite:
             for settings in self.optimizer.param_groups:
                 settings["lr"] = stats.learning_rate
@@ -128,3 +135,27 @@ class Learner:
         targets = batch.targets.to(reference.device)
         temperature = self._config.sampling.temperature
         return linear_logprobs(hidden, reference.head_weight, targets, temperature=temperature, backend=self._config.backend).logprobs
+
+
+class _Float32Gradients:
+    """Sums the micro-batches' gradients of half-precision parameters in float32: a bfloat16 running sum is worse by every piece.
+
+    Float32 parameters are left to autograd, which adds up in float32 already.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = [p for p in model.parameters() if p.dtype != torch.float32]
+        self._sums: list[torch.Tensor | None] = [None] * len(self._parameters)
+
+    def collect(self) -> None:
+        """Takes the gradients of one backward pass."""
+        for index, parameter in enumerate(self._parameters):
+            if parameter.grad is not None:
+                so_far = self._sums[index]
+                self._sums[index] = parameter.grad.float() if so_far is None else so_far.add_(parameter.grad)
+                parameter.grad = None
+
+    def hand_back(self) -> None:
+        for parameter, total in zip(self._parameters, self._sums, strict=True):
+            if total is not None:
+                parameter.grad = total.to(parameter.dtype)

@@ -101,7 +101,7 @@ def rollout(run: Run, examples: list[EncodedExample], step: int) -> list[Group]:
 
 def evaluate_now(run: Run, display: Display, step: int) -> Evaluation:
     display.phase(f"evaluating after {step} steps")
-    result = evaluate(run.engine, run.source, run.task, run.data.held_out, run.config, step)
+    result = evaluate(run, step)
     run.evaluations.write(result.to_json())
     return result
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import yaml
 
+from grpo_kernels.backends import select_backend
 from grpo_trainer.checkpoint import latest_checkpoint, load_optimizer
 from grpo_trainer.config import Config, CountdownConfig, load_config
 from grpo_trainer.data import PromptData, encode_task
@@ -24,16 +25,22 @@ _FIXED = ("task", "seed", "prompts_per_step", "dtype")  # what a resumed run can
 
 
 @dataclass
-class Run:
-    """`first_step` is how many steps are done; the files in `folder` end there. `lock` keeps other processes out of it."""
+class Parts:
+    """What evaluation needs, and training too."""
 
     config: Config
-    folder: Path
     source: ModelSource
     task: Task
     data: PromptData
     policy: Policy
     engine: RolloutEngine
+
+
+@dataclass
+class Run(Parts):
+    """`first_step` is how many steps are done; the files in `folder` end there. `lock` keeps other processes out of it."""
+
+    folder: Path
     learner: Learner
     first_step: int
     metrics: JsonLines
@@ -51,7 +58,7 @@ def start_run(config: Config) -> Run:
     """A new run in a folder of its own.
 
     Raises:
-        UserError: whatever is wrong with the settings, the model, the data or the folder; nothing is left behind then.
+        UserError: whatever is wrong with the settings, the model, the data or the folder; the folder is gone again then.
     """
     config = _absolute(config)
     folder = claim_folder(Path(config.run_dir).expanduser()) if config.run_dir else claim_new_folder(config.task.name, config.seed)
@@ -67,11 +74,6 @@ def start_run(config: Config) -> Run:
         raise
     run.lock = lock
     return run
-
-
-def open_for_evaluation(config: Config) -> Run:
-    """The same parts, with no folder written."""
-    return _build(config, Path(config.run_dir or "."), first_step=0, checkpoint=None)
 
 
 def resume_run(folder: Path, overrides: list[str]) -> Run:
@@ -106,27 +108,35 @@ def resume_run(folder: Path, overrides: list[str]) -> Run:
     return run
 
 
-def _build(config: Config, folder: Path, first_step: int, checkpoint: Path | None) -> Run:
+def load_parts(config: Config, checkpoint: Path | None = None) -> Parts:
+    """Checks everything that can be checked without the weights, then loads them (from `checkpoint` where one is given).
+
+    Raises:
+        UserError: naming the setting, the model or the data that is wrong.
+    """
     source = find_model(config.model)
     task = build_task(config.task, config.seed)
     data = encode_task(task, source, config)
     device = pick_device(config.device)
-    if config.backend == "cpu" and device.type != "cpu":
-        raise UserError("backend is 'cpu', but device is 'cuda'; use backend=auto")
+    try:
+        select_backend(config.backend, device)
+    except ValueError as error:
+        raise UserError(str(error)) from None
     set_threads(config.threads)
     policy = Policy.load(source, device, config.dtype, location=str(checkpoint) if checkpoint else None)
-    reference = Policy.load(source, device, config.dtype).frozen() if config.objective.kl_coef else None
+    return Parts(config, source, task, data, policy, LocalEngine(policy, config.sampling.rows))
+
+
+def _build(config: Config, folder: Path, first_step: int, checkpoint: Path | None) -> Run:
+    parts = load_parts(config, checkpoint)
+    policy = parts.policy
+    reference = Policy.load(parts.source, policy.device, config.dtype).frozen() if config.objective.kl_coef else None
     learner = Learner(policy, reference, config)
     if checkpoint is not None:
         load_optimizer(checkpoint, learner.optimizer)
     return Run(
-        config=config,
+        **vars(parts),
         folder=folder,
-        source=source,
-        task=task,
-        data=data,
-        policy=policy,
-        engine=LocalEngine(policy, config.sampling.rows),
         learner=learner,
         first_step=first_step,
         metrics=JsonLines(folder / "metrics.jsonl"),

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_trainer.errors import UserError
 from grpo_trainer.policy import Policy
 
 
@@ -44,7 +43,6 @@ def read_prompts(policy: Policy, prompts: Sequence[Sequence[int]]) -> Prefix:
     ids = torch.tensor(rows, device=policy.device)
     mask = torch.tensor(masks, device=policy.device)
     cache = DynamicCache(config=policy.model.config)
-    _refuse_recurrent_layers(policy, cache)
     output = policy.trunk(
         input_ids=ids,
         attention_mask=mask,
@@ -82,15 +80,3 @@ def completion_hidden(policy: Policy, prompts: Sequence[Sequence[int]], completi
         hidden = torch.cat([hidden, output.last_hidden_state], 1)
     scored = torch.arange(longest, device=policy.device) < lengths[:, None]
     return hidden[scored]
-
-
-def _refuse_recurrent_layers(policy: Policy, cache: Any) -> None:
-    """Only attention layers keep a cache whose rows can be handed to several completions; a recurrent state cannot."""
-    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-
-    for layer in cache.layers:
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-            raise UserError(
-                f"model {policy.source.name!r} has layers with a {type(layer).__name__}; "
-                "only attention layers can share a prompt among completions (Llama, Qwen2, Qwen3, Mistral, ...)"
-            )

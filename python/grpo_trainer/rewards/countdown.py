@@ -126,7 +126,7 @@ def _python_value(node: ast.expr) -> _Number:
         if isinstance(node.op, ast.FloorDiv) and not isinstance(a, complex) and not isinstance(b, complex):
             return a // b
         if isinstance(node.op, ast.Pow):
-            if isinstance(a, int) and isinstance(b, int) and a.bit_length() * abs(b) > 100_000:
+            if isinstance(a, int) and isinstance(b, int) and abs(a) > 1 and a.bit_length() * abs(b) > 100_000:
                 raise _NotAllowed
             result: _Number = a**b
             return result

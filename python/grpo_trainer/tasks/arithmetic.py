@@ -14,13 +14,20 @@ _NUMBER = re.compile(r"(?:(?<!\d)-)?\d+(?:,\d{3})*(?:\.\d+)?", re.ASCII)
 
 
 class Arithmetic:
-    """All sums a + b with a and b from 0 to `largest`; the last number of a completion is its answer."""
+    """All sums a + b with a and b from 0 to `largest`; the last number of a completion is its answer.
+
+    a + b and b + a are held out together: one of them in training would give the other away.
+    """
 
     def __init__(self, config: ArithmeticConfig, seed: int) -> None:
-        sums = [(a, b) for a in range(config.largest + 1) for b in range(config.largest + 1)]
-        random.Random(seed).shuffle(sums)
-        examples = [Example(_question(a, b), a + b) for a, b in sums]
-        self.held_out, self.train = examples[: config.held_out], examples[config.held_out :]
+        pairs = [(a, b) for a in range(config.largest + 1) for b in range(a, config.largest + 1)]
+        random.Random(seed).shuffle(pairs)
+        self.held_out: list[Example] = []
+        self.train: list[Example] = []
+        for a, b in pairs:
+            twins = [Example(_question(x, y), a + b) for x, y in dict.fromkeys([(a, b), (b, a)])]
+            fits = len(self.held_out) + len(twins) <= config.held_out
+            (self.held_out if fits else self.train).extend(twins)
 
     def score(self, example: Example, prompt: str, completion: str) -> Score:
         numbers = _NUMBER.findall(completion)
