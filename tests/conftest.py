@@ -5,3 +5,14 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+
+import grpo_trainer.run as run_module
+from runs import Digits
+
+
+@pytest.fixture
+def digits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every run of the test trains on `Digits`, whatever its settings name."""
+    monkeypatch.setattr(run_module, "build_task", lambda config, seed: Digits())
