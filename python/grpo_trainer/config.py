@@ -26,7 +26,7 @@ class Section(BaseModel):
 class ArithmeticConfig(Section):
     name: Literal["arithmetic"] = "arithmetic"
     largest: int = Field(9, ge=1, le=999, description="sums a + b with a and b from 0 to this")
-    held_out: int = Field(30, ge=1, description="sums kept out of training, for evaluation")
+    held_out: int = Field(30, ge=1, description="at most this many sums kept out of training, a + b and b + a together")
 
 
 class CountdownConfig(Section):
