@@ -8,8 +8,27 @@
 #include <vector>
 
 #include "cpu/anchored_tile.h"
+#include "cpu/dispatch.h"
+#include "cpu/logit_gradient.h"
 
 namespace py = pybind11;
+
+namespace {
+
+template <typename T>
+T* address(uintptr_t value) {
+  return reinterpret_cast<T*>(value);
+}
+
+template <typename Arguments>
+void launch(int (*launcher)(const Arguments&, int, const char*), const Arguments& arguments, int threads,
+            const std::optional<std::string>& instruction_set) {
+  py::gil_scoped_release release;
+  if (launcher(arguments, threads, instruction_set ? instruction_set->c_str() : nullptr))
+    throw std::invalid_argument("instruction set not available on this machine: " + *instruction_set);
+}
+
+}  // namespace
 
 PYBIND11_MODULE(_native, m) {
   m.doc() = "Compiled kernels of grpo_kernels; addresses are integers from Tensor.data_ptr().";
@@ -22,24 +41,46 @@ PYBIND11_MODULE(_native, m) {
 
   m.def(
       "anchored_tile",
-      [](uintptr_t tile, int64_t rows, int64_t cols, int64_t stride, int64_t first_row, float inverse_temperature,
-         uintptr_t offset, uintptr_t targets, uintptr_t sum, uintptr_t weighted_sum, int threads,
-         std::optional<std::string> instruction_set) {
-        const grpo::AnchoredTile arguments{reinterpret_cast<float*>(tile),
+      [](uintptr_t tile, int64_t rows, int64_t cols, int64_t stride, int64_t first_row, uintptr_t bias, float softcap,
+         bool keep_distances, uintptr_t inverse_temperature, uintptr_t offset, uintptr_t targets, uintptr_t sum,
+         uintptr_t weighted_sum, int threads, const std::optional<std::string>& instruction_set) {
+        const grpo::AnchoredTile arguments{address<float>(tile),
                                            rows,
                                            cols,
                                            stride,
                                            first_row,
-                                           inverse_temperature,
-                                           reinterpret_cast<const float*>(offset),
-                                           reinterpret_cast<const int64_t*>(targets),
-                                           reinterpret_cast<double*>(sum),
-                                           reinterpret_cast<double*>(weighted_sum)};
-        py::gil_scoped_release release;
-        if (grpo::anchored_tile(arguments, threads, instruction_set ? instruction_set->c_str() : nullptr))
-          throw std::invalid_argument("instruction set not available on this machine: " + *instruction_set);
+                                           address<const float>(bias),
+                                           softcap,
+                                           keep_distances,
+                                           address<const float>(inverse_temperature),
+                                           address<const float>(offset),
+                                           address<const int64_t>(targets),
+                                           address<double>(sum),
+                                           address<double>(weighted_sum)};
+        launch(grpo::anchored_tile, arguments, threads, instruction_set);
       },
-      py::arg("tile"), py::arg("rows"), py::arg("cols"), py::arg("stride"), py::arg("first_row"),
-      py::arg("inverse_temperature"), py::arg("offset"), py::arg("targets"), py::arg("sum"), py::arg("weighted_sum"),
-      py::arg("threads"), py::arg("instruction_set") = py::none());
+      py::kw_only(), py::arg("tile"), py::arg("rows"), py::arg("cols"), py::arg("stride"), py::arg("first_row"), py::arg("bias"),
+      py::arg("softcap"), py::arg("keep_distances"), py::arg("inverse_temperature"), py::arg("offset"), py::arg("targets"),
+      py::arg("sum"), py::arg("weighted_sum"), py::arg("threads"), py::arg("instruction_set"));
+
+  m.def(
+      "logit_gradient",
+      [](uintptr_t tile, int64_t rows, int64_t cols, int64_t stride, float softcap, uintptr_t inverse_temperature,
+         uintptr_t offset, uintptr_t log_total, uintptr_t slope, uintptr_t entropy_slope, int threads,
+         const std::optional<std::string>& instruction_set) {
+        const grpo::LogitGradient arguments{address<float>(tile),
+                                            rows,
+                                            cols,
+                                            stride,
+                                            softcap,
+                                            address<const float>(inverse_temperature),
+                                            address<const float>(offset),
+                                            address<const float>(log_total),
+                                            address<const float>(slope),
+                                            address<const float>(entropy_slope)};
+        launch(grpo::logit_gradient, arguments, threads, instruction_set);
+      },
+      py::kw_only(), py::arg("tile"), py::arg("rows"), py::arg("cols"), py::arg("stride"), py::arg("softcap"),
+      py::arg("inverse_temperature"), py::arg("offset"), py::arg("log_total"), py::arg("slope"), py::arg("entropy_slope"),
+      py::arg("threads"), py::arg("instruction_set"));
 }

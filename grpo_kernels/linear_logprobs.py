@@ -1,52 +1,137 @@
-"""`linear_logprobs`: log-probabilities and entropies from hidden states, for reference and old-policy passes."""
+"""`linear_logprobs`: log-probabilities and entropies from hidden states, for reference and old-policy passes and for other losses."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from grpo_kernels.backends import select_backend
-from grpo_kernels.backends.torch import exact_products, working_dtype
-from grpo_kernels.linear_loss import check_head, check_targets
+from grpo_kernels.backends import Backend, select_backend
+from grpo_kernels.head import Head, check_head, check_targets, check_temperatures, row_temperatures, working_dtype
+from grpo_kernels.head_pass import HeadPass, Wanted, balanced, exact_products
+from grpo_kernels.packing import RowLayout
 
 
 @dataclass(frozen=True)
-class LinearLogprobs:
-    """float32 (float64 for float64 inputs) tensors of the targets' shape: log-probability of the target, and entropy, in nats."""
+class TokenLogprobs:
+    """float32 (float64 for float64 inputs) tensors of the targets' shape: log-probability of the target, and entropy, in nats.
+
+    Both are 0 at masked rows, and both carry gradients.
+    """
 
     logprobs: Tensor
     entropy: Tensor
 
 
-def linear_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float = 1.0, backend: str = "auto") -> LinearLogprobs:
-    """One matrix product and nothing stored: what a reference or old-policy pass needs.
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    group: dist.ProcessGroup | None = None,
+    backend: str = "auto",
+) -> TokenLogprobs:
+    """Log-probabilities and entropies without ever holding [rows, vocabulary] logits.
 
-    Args:
-        hidden: [rows, H] or [batch, length, H]; row t predicts `targets[t]`.
-        weight: [V, H].
-        targets: [rows] or [batch, length] integer token ids.
-        temperature: the logits are divided by it.
-        backend: "auto", "cpu" or "torch".
+    Without gradients (a reference or old-policy pass) one matrix product, and nothing is stored. With gradients the backward pass computes
+    the logits again, four products in all, for rows only whose upstream gradient is not 0; what is stored is [rows]. For the GRPO loss
+    itself `linear_grpo_loss` needs three.
+
+    Args: as `linear_grpo_loss`.
 
     Raises:
-        ValueError: on bad arguments, naming them.
-        RuntimeError: when a gradient would be expected of it: it has no backward, and says so rather than return constants.
+        ValueError, TypeError: on bad arguments, before any work, naming them.
+        RuntimeError: in backward, when a second derivative is asked for.
     """
-    check_head(hidden, weight, targets, temperature)
-    if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        raise RuntimeError("linear_logprobs has no backward; call it under torch.no_grad(), or use linear_grpo_loss for gradients")
-    rows, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).long()
-    check_targets(flat, torch.arange(flat.numel(), device=flat.device), weight.shape[0])
-    chosen = select_backend(backend, hidden.device)
-    size = chosen.rows_per_chunk(weight.shape[0])
-    dtype = working_dtype(hidden, weight)
-    logprobs = torch.empty(flat.numel(), dtype=dtype, device=hidden.device)
-    entropy = torch.empty_like(logprobs)
-    with exact_products(hidden.device):
-        for begin in range(0, flat.numel(), size):
-            piece = slice(begin, begin + size)
-            chunk = chosen.softmax(rows[piece], weight, flat[piece], float(temperature), hidden_gradient=False, weight_gradient=False)
-            logprobs[piece], entropy[piece] = chunk.logprobs, chunk.entropy
-    return LinearLogprobs(logprobs.view(targets.shape), entropy.view(targets.shape))
+    if torch.compiler.is_compiling():
+        from grpo_kernels.compiled import compiled_linear_logprobs  # the custom ops exist only where torch.compile is used
+
+        return compiled_linear_logprobs(hidden, weight, bias, targets, mask, temperature, softcap, group, backend)
+    check_head(hidden, weight, targets, bias, softcap)
+    job = LogprobJob.of(targets, mask, temperature, Head.of(weight, bias, softcap, group), select_backend(backend, hidden.device))
+    logprobs, entropy = _LinearLogprobs.apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, job)
+    return TokenLogprobs(logprobs.view(targets.shape), entropy.view(targets.shape))
+
+
+@dataclass(frozen=True)
+class LogprobJob:
+    """`rows` [n] of the flattened input, with their targets [n] int64 and temperatures [n] float64."""
+
+    rows: Tensor
+    targets: Tensor
+    temperatures: Tensor
+    head: Head
+    backend: Backend
+
+    @classmethod
+    def of(cls, targets: Tensor, mask: Tensor | None, temperature: float | Tensor, head: Head, backend: Backend) -> LogprobJob:
+        rows = RowLayout.of(targets.shape, targets.device, mask, None).mask.nonzero()[:, 0]
+        flat = targets.reshape(-1)[rows].long()
+        check_targets(flat, rows, head.vocabulary)
+        temperatures = row_temperatures(temperature, targets)[rows]
+        check_temperatures(temperatures, rows)
+        return cls(rows, flat, temperatures, head, backend)
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """(logprobs, entropy), each [N], from `hidden` [N, H]."""
+        head_pass = HeadPass(self.head, self.backend, working_dtype(hidden, self.head.weight), Wanted())
+        logprobs = torch.zeros(hidden.shape[0], dtype=working_dtype(hidden, self.head.weight), device=hidden.device)
+        entropy = torch.zeros_like(logprobs)
+        with torch.no_grad(), exact_products(hidden.device):
+            for piece in balanced(self.rows.numel(), head_pass.rows_per_chunk):
+                at = self.rows[piece]
+                chunk = head_pass.forward(hidden[at], self.targets[piece], self.temperatures[piece], gradients=False)
+                logprobs[at], entropy[at] = chunk.logprobs, chunk.entropy
+        return logprobs, entropy
+
+    def backward(
+        self, hidden: Tensor, logprob_gradient: Tensor | None, entropy_gradient: Tensor | None, wanted: Wanted
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Gradients of hidden [N, H], weight and bias in the working dtype, from the upstream ones, each [N] or None."""
+        dtype = working_dtype(hidden, self.head.weight)
+        nothing = torch.zeros(hidden.shape[0], dtype=dtype, device=hidden.device)
+        slopes = (nothing if logprob_gradient is None else logprob_gradient.to(dtype))[self.rows]
+        entropy_slopes = (nothing if entropy_gradient is None else entropy_gradient.to(dtype))[self.rows]
+        moves = ((slopes != 0) | (entropy_slopes != 0)).nonzero()[:, 0]
+        wanted = replace(wanted, entropy=bool((entropy_slopes != 0).any()))
+        hidden_gradient = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device) if wanted.hidden else None
+        with torch.no_grad(), exact_products(hidden.device):
+            head_pass = HeadPass(self.head, self.backend, dtype, wanted)
+            for piece in balanced(moves.numel(), head_pass.rows_per_chunk):
+                some = moves[piece]
+                at = self.rows[some]
+                chunk = head_pass.forward(hidden[at], self.targets[some], self.temperatures[some])
+                gradient = head_pass.backward(chunk, slopes[some], entropy_slopes[some])
+                if hidden_gradient is not None and gradient is not None:
+                    hidden_gradient[at] = gradient
+            if hidden_gradient is not None and self.head.slice is not None:
+                self.head.slice.sum(hidden_gradient)
+        return hidden_gradient, *head_pass.parameter_gradients()
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, job: LogprobJob) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, weight, bias)
+        ctx.job = job
+        return job.forward(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, logprob_gradient: Tensor | None, entropy_gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("linear_logprobs has no second derivative; call backward without create_graph=True")
+        hidden, weight, bias = ctx.saved_tensors
+        if logprob_gradient is None and entropy_gradient is None:
+            return None, None, None, None
+        job = replace(ctx.job, head=replace(ctx.job.head, weight=weight, bias=bias))  # those saved: checked for changes in place
+        gradients = job.backward(hidden, logprob_gradient, entropy_gradient, Wanted(*ctx.needs_input_grad[:3]))
+        tensors = (hidden, weight, bias)
+        return *(None if g is None or t is None else g.to(t.dtype) for g, t in zip(gradients, tensors, strict=True)), None

@@ -2,40 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from grpo_kernels.backends import Backend, SoftmaxChunk, select_backend
-from grpo_kernels.backends.torch import exact_products, working_dtype
-from grpo_kernels.objective import Objective, TokenLoss
-from grpo_kernels.packing import LossCounts, RowLayout
-
-# Logits divided by less, or by more, leave what float32 can hold or tell apart.
-MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+from grpo_kernels.backends import Backend, select_backend
+from grpo_kernels.head import Head, check_head, check_targets, check_temperatures, row_temperatures, working_dtype
+from grpo_kernels.head_pass import HeadPass, SoftmaxChunk, Wanted, balanced, exact_products
+from grpo_kernels.loss_rows import LossInputs, LossRows
+from grpo_kernels.objective import Objective
+from grpo_kernels.packing import LossCounts
 
 
 @dataclass(frozen=True)
-class LinearGRPOLoss:
+class GRPOLoss:
     """What `linear_grpo_loss` returns. Only `loss` carries a gradient.
 
     float32 stands for float64 where an input is float64.
 
     Every per-row field has the caller's leading shape, [rows] or [batch, length], and is 0 (False) where `computed` is False: at masked
-    rows, and at rows whose advantage is 0 when nothing else gives them a gradient.
+    rows, and at rows that cannot move the weights (advantage 0 or policy weight 0, when nothing else gives them a gradient).
 
     Attributes:
         loss: scalar float32, this call's share of the loss.
         logprobs: float32, log-probability of each target under the current policy, in nats.
         entropy: float32, entropy of each row's distribution, in nats.
-        ratio: float32, exp(logp - old).
+        ratio: float32, exp(logp - old), of the whole sequence where `objective.ratio_level` says so.
         kl: float32, the KL estimate against the reference; 0 without `ref_logprobs`.
-        clipped_low, clipped_high: bool, the token's gradient was cut at 1 - clip_low or 1 + clip_high.
+        clipped_low, clipped_high: bool, a bound of the ratio cut the token's gradient (see `Objective`).
+        rollout_ratio: float32, exp(old - rollout) at the correction's level, before it is truncated or masked; 1 without a correction.
+        policy_weight: float32, the constant factor on the policy loss: rollout correction, off-policy mask, entropy mask. 0: dropped.
         computed: bool, the row went through the head.
     """
 
@@ -46,6 +46,8 @@ class LinearGRPOLoss:
     kl: Tensor
     clipped_low: Tensor
     clipped_high: Tensor
+    rollout_ratio: Tensor
+    policy_weight: Tensor
     computed: Tensor
 
 
@@ -59,15 +61,23 @@ def linear_grpo_loss(
     cu_seqlens: Tensor | None = None,
     old_logprobs: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
+    rollout_logprobs: Tensor | None = None,
     mask: Tensor | None = None,
     counts: LossCounts | None = None,
-    temperature: float = 1.0,
+    sequence_lengths: Tensor | None = None,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    entropy_threshold: float | None = None,
+    group: dist.ProcessGroup | None = None,
     backend: str = "auto",
-) -> LinearGRPOLoss:
+) -> GRPOLoss:
     """GRPO loss of completions, without ever holding [rows, vocabulary] logits.
 
-    With gradients enabled, the gradients of `hidden` and `weight` are made in the same pass (each token's d loss / d logp is known as soon
-    as its log-probability is) and `backward` only scales them. Rows that cannot move the weights never reach the head.
+    With gradients enabled, the gradients of `hidden`, `weight` and `bias` are made in the same pass (each token's d loss / d logp is known
+    as soon as its log-probability is) and `backward` only scales them. Rows that cannot move the weights never reach the head. A fourth
+    product, a pass for the log-probabilities first, is needed only by `objective.top_entropy` without `entropy_threshold`, and by
+    objectives that couple a sequence's tokens for sequences longer than a chunk (a few hundred rows on a CPU) with `old_logprobs`.
 
     Args:
         hidden: [rows, H] packed or [batch, length, H] padded; row t predicts `targets[t]`. Last hidden states, any float dtype and stride.
@@ -75,92 +85,76 @@ def linear_grpo_loss(
         targets: [rows] or [batch, length] integer token ids; ignored, and free to hold anything, where masked.
         advantages: one per row, or one per sequence ([batch], or [sequences] with `cu_seqlens`).
         objective: see `Objective`.
-        cu_seqlens: [sequences + 1] integer, the boundaries of packed rows; needed by aggregation "sequence".
+        cu_seqlens: [sequences + 1] integer, the boundaries of packed rows; needed by whatever looks at sequences.
         old_logprobs: of the targets under the policy that sampled them, at the same temperature; None: equal to the current ones.
         ref_logprobs: under the reference policy; needed when `objective.kl_coef` is not 0.
+        rollout_logprobs: as the rollout engine reported them at the same temperature, NaN where it could not; needed by
+            `objective.rollout_correction`, used by `off_policy_threshold`.
         mask: bool or integer, 0 where a row does not count (prompt, tool output, padding). A masked row changes nothing, NaN or not.
-        counts: what the loss is divided by, over all pieces of the optimiser step; None: this call's rows are all there is. The pieces
-            then add up to the whole; with aggregation "sequence" a sequence's rows must be in one piece, for its length is counted there.
-        temperature: the logits are divided by it, in float32.
+        counts: what the loss is divided by, over all pieces of the optimiser step; None: this call's rows are all there is.
+        sequence_lengths: [sequences] integer, each sequence's tokens that count, for aggregation "sequence" when parts of a sequence are in
+            other calls; None: all of them are in this one.
+        bias: [V], the head's bias.
+        temperature: the logits are divided by it, in float32; one number, or one per row.
+        softcap: logits become softcap * tanh(logits / softcap) before the temperature (Gemma 2).
+        entropy_threshold: for `objective.top_entropy`, from `top_entropy_threshold` over the whole step; None: over this call's rows.
+        group: the vocabulary is split over this process group: `weight` and `bias` are this process's rows of it, in rank order, and all
+            other arguments the same on every process. The gradient of `hidden` is then the whole one on every process.
         backend: "auto", "cpu" or "torch"; see `backends()`.
 
     Returns:
-        LinearGRPOLoss.
+        GRPOLoss.
 
     Raises:
         ValueError, TypeError: before any work, naming the argument, what was given and what is allowed.
         RuntimeError: in backward, when a second derivative is asked for, or a second backward without retain_graph in the first.
 
-    Source: DESIGN 2; the objective arXiv 2402.03300; see `grpo_kernels.backends.torch` for the anchored softmax.
+    Source: DESIGN 2; `Objective` names the papers; see `grpo_kernels.head_pass` for the anchored softmax.
     """
-    if not isinstance(objective, Objective):
-        raise TypeError(f"objective is {objective!r}; it must be an Objective, such as Objective.dapo()")
-    if not isinstance(counts, LossCounts | None):
-        raise TypeError(f"counts is {counts!r}; it must be LossCounts(tokens=..., sequences=...)")
-    check_head(hidden, weight, targets, temperature)
-    layout = RowLayout.of(targets.shape, hidden.device, mask, cu_seqlens)
-    if objective.aggregation == "sequence" and layout.sequences is None:
-        raise ValueError("aggregation 'sequence' needs the boundaries of packed rows: give cu_seqlens, or padded rows [batch, length, H]")
-    if objective.kl_coef and ref_logprobs is None:
-        raise ValueError(f"objective.kl_coef is {objective.kl_coef}, but ref_logprobs is None; give them, or set kl_coef to 0")
-    row_advantages = layout.per_row("advantages", advantages, per_sequence=True)
-    old = None if old_logprobs is None else layout.per_row("old_logprobs", old_logprobs)
-    ref = None if ref_logprobs is None else layout.per_row("ref_logprobs", ref_logprobs)
-    if counts is None:
-        counts = LossCounts.of(layout.mask, layout.sequence_of_row)
-    weights = objective.token_weights(layout.mask, layout.sequence_of_row, layout.sequences or 1, counts)
-    moves = layout.mask if objective.needs_every_token else layout.mask & (row_advantages != 0)
-    rows = moves.nonzero()[:, 0]
-    flat_targets = targets.reshape(-1)[rows].long()
-    check_targets(flat_targets, rows, weight.shape[0])
-    job = _Job(
-        objective=objective,
-        rows=rows,
-        targets=flat_targets,
-        advantages=row_advantages[rows],
-        weights=weights[rows],
-        old=None if old is None else old[rows],
-        ref=None if ref is None else ref[rows],
-        temperature=float(temperature),
-        backend=select_backend(backend, hidden.device),
-        hidden_gradient=torch.is_grad_enabled() and hidden.requires_grad,
-        weight_gradient=torch.is_grad_enabled() and weight.requires_grad,
+    inputs = LossInputs(
+        objective, advantages, cu_seqlens, old_logprobs, ref_logprobs, rollout_logprobs, mask, counts, sequence_lengths, entropy_threshold
     )
-    loss, *fields = _LinearGRPO.apply(hidden.reshape(-1, hidden.shape[-1]), weight, job)
-    logprobs, entropy, ratio, kl, low, high = (field.view(layout.shape) for field in fields)
-    return LinearGRPOLoss(loss, logprobs, entropy, ratio, kl, low, high, computed=moves.view(layout.shape))
+    if torch.compiler.is_compiling():
+        from grpo_kernels.compiled import compiled_linear_grpo_loss  # the custom ops exist only where torch.compile is used
+
+        return compiled_linear_grpo_loss(hidden, weight, bias, targets, inputs, temperature, softcap, group, backend)
+    check_head(hidden, weight, targets, bias, softcap)
+    job = LossJob.of(targets, inputs, temperature, Head.of(weight, bias, softcap, group), select_backend(backend, hidden.device))
+    wanted = Wanted.by(hidden, weight, bias, entropy=objective.entropy_coef != 0)
+    return GRPOLoss(*_LinearGRPO.apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, job, wanted))
 
 
 @dataclass(frozen=True)
-class _Job:
-    """The rows to compute, all [n] and aligned with `rows` (indices into the flattened input)."""
+class LossJob:
+    """The rows to compute, with their targets [n] int64 and temperatures [n] float64, and how."""
 
-    objective: Objective
-    rows: Tensor
+    rows: LossRows
     targets: Tensor
-    advantages: Tensor
-    weights: Tensor
-    old: Tensor | None
-    ref: Tensor | None
-    temperature: float
+    temperatures: Tensor
+    head: Head
     backend: Backend
-    hidden_gradient: bool
-    weight_gradient: bool
+
+    @classmethod
+    def of(cls, targets: Tensor, inputs: LossInputs, temperature: float | Tensor, head: Head, backend: Backend) -> LossJob:
+        rows = LossRows.of(targets, inputs)
+        mine = targets.reshape(-1)[rows.rows].long()
+        check_targets(mine, rows.rows, head.vocabulary)
+        temperatures = row_temperatures(temperature, targets)[rows.rows]
+        check_temperatures(temperatures, rows.rows)
+        return cls(rows, mine, temperatures, head, backend)
 
 
 class _LinearGRPO(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, job: _Job) -> tuple[Tensor, ...]:
-        with exact_products(hidden.device):
-            outcome = _run(hidden, weight, job)
-        ctx.gradients = (outcome.hidden_gradient, outcome.weight_gradient)
-        ctx.dtypes = (hidden.dtype, weight.dtype)
-        fields = (outcome.logprobs, outcome.entropy, outcome.ratio, outcome.kl, outcome.clipped_low, outcome.clipped_high)
-        ctx.mark_non_differentiable(*fields)
-        return outcome.loss, *fields
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, job: LossJob, wanted: Wanted) -> tuple[Tensor, ...]:
+        outcome = compute(hidden, job, wanted)
+        ctx.gradients = outcome.gradients
+        ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+        ctx.mark_non_differentiable(*outcome.fields)
+        return outcome.loss, *outcome.fields
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # only under create_graph=True; a constant gradient would be silently wrong there
             raise RuntimeError("linear_grpo_loss has no second derivative; call backward without create_graph=True")
         if ctx.gradients is None:
@@ -174,119 +168,118 @@ class _LinearGRPO(torch.autograd.Function):
             None if g is None else (g * upstream if keep else g.mul_(upstream)).to(dtype)
             for g, dtype in zip(gradients, dtypes, strict=True)
         ]
-        return scaled[0], scaled[1], None
+        return *scaled, None, None
 
 
 @dataclass
-class _Outcome:
-    """Results over all rows of the input, written chunk by chunk; [N] each, the gradients [N, H] and [V, H] or None."""
+class Outcome:
+    """`fields`: those of GRPOLoss after `loss`. `gradients`: of hidden [N, H], weight and bias, or None."""
 
     loss: Tensor
+    fields: tuple[Tensor, ...]
+    gradients: tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def compute(hidden: Tensor, job: LossJob, wanted: Wanted) -> Outcome:
+    """The whole pass, without autograd: `hidden` is [N, H]."""
+    head = job.head
+    dtype = working_dtype(hidden, head.weight)
+    with torch.no_grad(), exact_products(hidden.device):
+        head_pass = HeadPass(head, job.backend, dtype, wanted)
+        logprobs = torch.empty(job.targets.numel(), dtype=dtype, device=hidden.device)
+        entropy = torch.empty_like(logprobs)
+        hidden_gradient = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device) if wanted.hidden else None
+        sweeps = _Sweeps(hidden, job, head_pass, logprobs, entropy, hidden_gradient)
+        rows = sweeps.run(wanted)
+        loss, tokens = rows.value(logprobs, entropy)
+        if hidden_gradient is not None and head.slice is not None:
+            head.slice.sum(hidden_gradient)
+    return Outcome(loss, rows.fields(logprobs, entropy, tokens), (hidden_gradient, *head_pass.parameter_gradients()))
+
+
+@dataclass(frozen=True)
+class _Sweeps:
+    """The chunks of a job. `logprobs` and `entropy` [n] are filled; `hidden_gradient` [N, H] where wanted."""
+
+    hidden: Tensor
+    job: LossJob
+    head_pass: HeadPass
     logprobs: Tensor
     entropy: Tensor
-    ratio: Tensor
-    kl: Tensor
-    clipped_low: Tensor
-    clipped_high: Tensor
     hidden_gradient: Tensor | None
-    weight_gradient: Tensor | None
 
-    @classmethod
-    def empty(cls, hidden: Tensor, weight: Tensor, job: _Job) -> _Outcome:
-        dtype = working_dtype(hidden, weight)
-        total = hidden.shape[0]
+    def run(self, wanted: Wanted) -> LossRows:
+        """Returns the job's rows, with the entropy threshold where it is found here."""
+        rows, most = self.job.rows, self.head_pass.rows_per_chunk
+        everything = slice(0, rows.rows.numel())
+        if rows.picks_by_entropy:
+            self._forward_only(everything)
+            rows = rows.picked(self.entropy)
+            if wanted.any:
+                self._backward_with_slopes(rows, everything)
+        elif not wanted.any:
+            self._forward_only(everything)
+        elif rows.couples_tokens and rows.slopes_are_known:
+            self.logprobs.zero_()
+            self._backward_with_slopes(rows, everything, forward_as_well=True)
+        elif rows.couples_tokens:
+            for piece in whole_sequences(rows.sequence_of_row, most):
+                if piece.stop - piece.start <= most:
+                    self._forward_and_backward(rows, piece)
+                else:
+                    self._forward_only(piece)
+                    self._backward_with_slopes(rows, piece)
+        else:
+            for piece in balanced(everything.stop, most):
+                self._forward_and_backward(rows, piece)
+        return rows
 
-        def per_row(kind: torch.dtype) -> Tensor:
-            return torch.zeros(total, dtype=kind, device=hidden.device)
+    def _forward(self, at: slice | Tensor, *, gradients: bool) -> SoftmaxChunk:
+        job = self.job
+        return self.head_pass.forward(self.hidden[job.rows.rows[at]], job.targets[at], job.temperatures[at], gradients=gradients)
 
-        # The first chunk overwrites the weight's gradient, so it starts as zeros only when there is no chunk.
-        allocate = torch.empty_like if job.rows.numel() else torch.zeros_like
-        return cls(
-            loss=torch.zeros((), dtype=torch.float64, device=hidden.device),
-            logprobs=per_row(dtype),
-            entropy=per_row(dtype),
-            ratio=per_row(dtype),
-            kl=per_row(dtype),
-            clipped_low=per_row(torch.bool),
-            clipped_high=per_row(torch.bool),
-            hidden_gradient=torch.zeros(hidden.shape, dtype=dtype, device=hidden.device) if job.hidden_gradient else None,
-            weight_gradient=allocate(weight, dtype=dtype, memory_format=torch.contiguous_format) if job.weight_gradient else None,
-        )
+    def _write(self, at: slice | Tensor, chunk: SoftmaxChunk) -> None:
+        self.logprobs[at], self.entropy[at] = chunk.logprobs, chunk.entropy
 
-    def write(self, at: Tensor, chunk: SoftmaxChunk, tokens: TokenLoss) -> None:
-        self.logprobs[at] = chunk.logprobs
-        self.entropy[at] = chunk.entropy
-        self.ratio[at] = tokens.ratio.to(self.ratio.dtype)
-        self.kl[at] = tokens.kl.to(self.kl.dtype)
-        self.clipped_low[at] = tokens.clipped_low
-        self.clipped_high[at] = tokens.clipped_high
+    def _forward_only(self, piece: slice) -> None:
+        for part in balanced(piece.stop - piece.start, self.head_pass.rows_per_chunk):
+            at = slice(piece.start + part.start, piece.start + part.stop)
+            self._write(at, self._forward(at, gradients=False))
 
+    def _forward_and_backward(self, rows: LossRows, piece: slice) -> None:
+        chunk = self._forward(piece, gradients=True)
+        self._write(piece, chunk)
+        part = rows.take(piece)
+        self._backward(piece, chunk, part.slopes(chunk.logprobs, chunk.entropy))
 
-def _run(hidden: Tensor, weight: Tensor, job: _Job) -> _Outcome:
-    """The pass over chunks of rows: softmax, d loss / d logp, and both gradients while the chunk's exponentials are alive."""
-    outcome = _Outcome.empty(hidden, weight, job)
-    size = job.backend.rows_per_chunk(weight.shape[0])
-    for begin in range(0, job.rows.numel(), size):
-        piece = slice(begin, begin + size)
-        at, targets = job.rows[piece], job.targets[piece]
-        rows = hidden[at]
-        chunk = job.backend.softmax(
-            rows, weight, targets, job.temperature, hidden_gradient=job.hidden_gradient, weight_gradient=job.weight_gradient
-        )
-        tokens, coefficient = _differentiate(chunk.logprobs, piece, job)
-        outcome.write(at, chunk, tokens)
-        outcome.loss += (tokens.loss.double() * job.weights[piece]).sum()
-        scale = (-coefficient / (chunk.total * job.temperature))[:, None]
-        if outcome.hidden_gradient is not None:
-            assert chunk.weighted_rows is not None
-            outcome.hidden_gradient[at] = scale * (chunk.weighted_rows - chunk.others[:, None] * chunk.target_rows)
-        if outcome.weight_gradient is not None:
-            scaled = scale * rows.to(chunk.target_rows.dtype)
-            job.backend.add_weight_gradient(chunk, targets, scaled, outcome.weight_gradient, first=begin == 0)
-    outcome.loss = outcome.loss.to(outcome.logprobs.dtype)
-    return outcome
+    def _backward_with_slopes(self, rows: LossRows, piece: slice, *, forward_as_well: bool = False) -> None:
+        """The slopes of all rows of the piece at once, from the log-probabilities that are there; rows that have none are left out."""
+        part = rows.take(piece)
+        slopes = part.slopes(self.logprobs[piece], self.entropy[piece])
+        moves = torch.ones_like(slopes, dtype=torch.bool) if forward_as_well else (slopes != 0) | (part.bonus != 0)
+        at = moves.nonzero()[:, 0]
+        for part_of_it in balanced(at.numel(), self.head_pass.rows_per_chunk):
+            some = at[part_of_it]
+            chunk = self._forward(some + piece.start, gradients=True)
+            if forward_as_well:
+                self._write(some + piece.start, chunk)
+            self._backward(some + piece.start, chunk, slopes[some])
 
-
-def _differentiate(logprobs: Tensor, piece: slice, job: _Job) -> tuple[TokenLoss, Tensor]:
-    """The tokens' losses, and c = d loss / d logp by autograd on [n] numbers: the objective's mathematics stand in one place only."""
-    # Clones, because tensors made under inference_mode may not take part in a gradient.
-    with torch.inference_mode(False), torch.enable_grad():
-        variable = logprobs.clone().detach().requires_grad_()
-        old = None if job.old is None else job.old[piece].clone()
-        ref = None if job.ref is None else job.ref[piece].clone()
-        tokens = job.objective.token_loss(variable, old, ref, job.advantages[piece].clone())
-        (coefficient,) = torch.autograd.grad((tokens.loss * job.weights[piece].clone()).sum(), variable)
-    return TokenLoss(tokens.loss.detach(), tokens.ratio, tokens.kl, tokens.clipped_low, tokens.clipped_high), coefficient
+    def _backward(self, at: slice | Tensor, chunk: SoftmaxChunk, slopes: Tensor) -> None:
+        entropy_slopes = -self.job.rows.bonus[at].to(slopes.dtype)
+        gradient = self.head_pass.backward(chunk, slopes, entropy_slopes)
+        if self.hidden_gradient is not None and gradient is not None:
+            self.hidden_gradient[self.job.rows.rows[at]] = gradient
 
 
-def check_head(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> None:
-    """What every operator on (hidden, weight, targets) requires."""
-    if hidden.dim() not in (2, 3):
-        raise ValueError(f"hidden has shape {tuple(hidden.shape)}; it must be [rows, H] or [batch, length, H]")
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
-        raise ValueError(f"weight has shape {tuple(weight.shape)}; it must be [V, H] with hidden's H = {hidden.shape[-1]}")
-    if weight.shape[0] < 1 or weight.shape[1] < 1:
-        raise ValueError(f"weight has shape {tuple(weight.shape)}; V and H must be at least 1")
-    if targets.shape != hidden.shape[:-1] or targets.dtype not in _INTEGERS:
-        raise ValueError(
-            f"targets has shape {tuple(targets.shape)} and dtype {targets.dtype}; "
-            f"it must hold integer ids of shape {tuple(hidden.shape[:-1])}"
-        )
-    for name, tensor in (("hidden", hidden), ("weight", weight)):
-        if tensor.dtype not in _DTYPES:
-            raise ValueError(f"{name} has dtype {tensor.dtype}; it must be float16, bfloat16, float32 or float64")
-    for name, tensor in (("weight", weight), ("targets", targets)):
-        if tensor.device != hidden.device:
-            raise ValueError(f"{name} is on {tensor.device}, hidden on {hidden.device}; all tensors must be on one device")
-    if not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
-        raise ValueError(f"temperature is {temperature}; it must be from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}")
-
-
-def check_targets(targets: Tensor, rows: Tensor, vocabulary: int) -> None:
-    bad = (targets < 0) | (targets >= vocabulary)
-    if bool(bad.any()):
-        first = int(bad.nonzero()[0])
-        raise ValueError(
-            f"targets holds {int(targets[first])} at row {int(rows[first])}; "
-            f"an unmasked target must be in [0, {vocabulary}), the rows of weight"
-        )
+def whole_sequences(sequence_of_row: Tensor, most: int) -> Iterator[slice]:
+    """Pieces of [0, rows) cut at the ends of sequences, of at most `most` rows where a sequence is not longer."""
+    lengths = torch.unique_consecutive(sequence_of_row, return_counts=True)[1].tolist()
+    begin = end = 0
+    for length in lengths:
+        if end > begin and end + length - begin > most:
+            yield slice(begin, end)
+            begin = end
+        end += length
+    if end > begin:
+        yield slice(begin, end)

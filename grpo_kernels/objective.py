@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -12,127 +14,439 @@ from grpo_kernels.packing import LossCounts
 
 KLEstimator = Literal["k1", "k2", "k3"]
 Aggregation = Literal["token", "sequence", "constant"]
+RatioLevel = Literal["token", "sequence"]
+PolicyLossName = Literal["clip", "cispo", "sapo", "gmpo", "vespo", "reinforce"]
+CorrectionLevel = Literal["token", "sequence", "geometric"]
+CorrectionMode = Literal["truncate", "mask"]
 
 # Log-ratios are held in [-20, 20] before exp: e^20 = 4.9e8 is far outside every clip range, and a finite input then gives a
 # finite loss and gradient (exp overflows float32 at 88). Beyond the bound the term is constant, so its gradient is 0.
 MAX_LOG_RATIO = 20.0
+# VESPO's authors bound the sequence weight from below at 1e-8.
+_VESPO_MIN_LOG_WEIGHT = math.log(1e-8)
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """What the objective of some tokens is computed from, and what a user's own `policy_loss` is given.
+
+    [n] tensors in float32, or float64 where the hidden states are: only tokens that count (mask true), whole sequences of them where the
+    objective `couples_tokens`. Only `logprobs` carries a gradient.
+
+    Attributes:
+        logprobs: log-probabilities of the targets under the current policy, in nats.
+        old_logprobs: under the policy of the last rollout; the current ones where none were given.
+        ref_logprobs: under the reference policy, or None.
+        rollout_logprobs: as the rollout engine reported them, NaN where it could not, or None.
+        advantages: of each token.
+        entropy: of each token's distribution, in nats.
+        sequence_of_row: int64, the sequence of each token.
+        lengths: [sequences] float, the tokens of each sequence that count, at least 1.
+        policy_weight: constant factor of each token's policy loss that is known beforehand.
+        entropy_threshold: tokens of smaller entropy have no policy loss, or None.
+    """
+
+    logprobs: Tensor
+    old_logprobs: Tensor
+    ref_logprobs: Tensor | None
+    rollout_logprobs: Tensor | None
+    advantages: Tensor
+    entropy: Tensor
+    sequence_of_row: Tensor
+    lengths: Tensor
+    policy_weight: Tensor
+    entropy_threshold: Tensor | None = None
+
+    def sequence_sum(self, values: Tensor) -> Tensor:
+        """The sum of `values` [n] over each token's sequence, [n]."""
+        sums = torch.zeros(self.lengths.numel(), dtype=values.dtype, device=values.device)
+        return sums.index_add(0, self.sequence_of_row, values)[self.sequence_of_row]
+
+    def sequence_mean(self, values: Tensor) -> Tensor:
+        """The mean of `values` [n] over each token's sequence, [n]."""
+        return self.sequence_sum(values) / self.lengths[self.sequence_of_row].to(values.dtype)
 
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """Per-token results, each [rows] float32. `loss` carries the graph back to the log-probabilities; the rest is detached."""
+    """Per-token results, each [n]. `loss` carries the graph back to the log-probabilities; the rest is detached.
+
+    `rollout_ratio` is exp(old - rollout) at the correction's level before it is truncated or masked; `policy_weight` the product of all
+    constant factors of the policy loss: rollout correction, off-policy mask, entropy mask.
+    """
 
     loss: Tensor
     ratio: Tensor
     kl: Tensor
     clipped_low: Tensor
     clipped_high: Tensor
+    rollout_ratio: Tensor
+    policy_weight: Tensor
+
+
+PolicyLoss = PolicyLossName | Callable[[TokenBatch], Tensor]
+
+
+@dataclass(frozen=True)
+class RolloutCorrection:
+    """A constant factor on the policy loss for the mismatch of the rollout engine's policy with the trainer's: w = pi_old / pi_rollout.
+
+    level: "token", each token's ratio; "sequence", the product over a sequence, which grows with its length; "geometric", the product to
+        the power 1 / length, whose bounds mean the same at every length.
+    mode: "truncate", w is held in [low, high] (TIS, https://fengyao.notion.site/off-policy-rl); "mask", w outside of it becomes 0 (MIS).
+    low, high: bounds of the ratio; None: no bound on that side.
+
+    A token whose rollout log-probability is NaN (an engine that could not score it) has ratio 1.
+    """
+
+    level: CorrectionLevel = "token"
+    mode: CorrectionMode = "truncate"
+    low: float | None = None
+    high: float | None = 2.0
+
+    def __post_init__(self) -> None:
+        _check_choice("rollout_correction.level", self.level, get_args(CorrectionLevel))
+        _check_choice("rollout_correction.mode", self.mode, get_args(CorrectionMode))
+        if self.low is None and self.high is None:
+            raise ValueError("rollout_correction.low and .high are both None; at least one bound is needed")
+        for name, bound in (("low", self.low), ("high", self.high)):
+            if bound is not None:
+                _check_number(f"rollout_correction.{name}", bound, 0.0, math.inf)
+        if (self.low or 0.0) > (math.inf if self.high is None else self.high):
+            raise ValueError(f"rollout_correction.low is {self.low} and .high {self.high}; low must not be above high")
+
+    def ratio(self, batch: TokenBatch) -> Tensor:
+        """The raw ratio of each token at `level`, [n]."""
+        assert batch.rollout_logprobs is not None
+        log_ratio = torch.nan_to_num(batch.old_logprobs.detach() - batch.rollout_logprobs, nan=0.0, posinf=math.inf, neginf=-math.inf)
+        log_ratio = _bounded(log_ratio)
+        if self.level == "sequence":
+            log_ratio = _bounded(batch.sequence_sum(log_ratio))
+        elif self.level == "geometric":
+            log_ratio = batch.sequence_mean(log_ratio)
+        return torch.exp(log_ratio)
+
+    def weight(self, ratio: Tensor) -> Tensor:
+        low, high = self.low or 0.0, math.inf if self.high is None else self.high
+        if self.mode == "truncate":
+            return ratio.clamp(low, high)
+        return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
+
+
+_BY_KEY: dict[str, Objective] = {}
 
 
 @dataclass(frozen=True)
 class Objective:
-    """What is minimised: a clipped policy-gradient loss per token, a KL penalty, and how tokens are averaged.
+    """What is minimised: a policy-gradient loss per token, a KL penalty, an entropy bonus, and how tokens are averaged.
 
-    Per token with log-probability `logp`, advantage `A` and `r = exp(logp - old)` (r = 1 when `old` is not given, the first update):
+    With `r` = exp(logp - old) of a token, or with `ratio_level` "sequence" exp(mean over the sequence of logp - old) (GSPO, arXiv
+    2507.18071 eq. 7), advantage `A` and stop-gradient sg, a token's policy loss is, by `policy_loss`:
 
-        loss = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) + kl_coef * KL(logp, ref)
+        clip        -min(min(r, max_ratio) A, clip(r, 1 - clip_low, 1 + clip_high) A)        arXiv 1707.06347; max_ratio: arXiv 1912.09729
+        cispo       -sg(min(r, 1 + clip_high)) A logp                                        arXiv 2506.13585 eq. 4
+        sapo        -(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A                  arXiv 2511.20347
+        gmpo        -A exp(mean over the sequence of log r, each clipped at -clip_low, clip_high as by PPO)    arXiv 2507.20673
+        vespo       -sg(phi(w)) A logp, phi(w) = w^k e^(lambda (1 - w)), w = prod r of the sequence    arXiv 2602.10693
+        reinforce   -A logp
+        a function  of a `TokenBatch`, that returns the [n] losses, differentiable in `logprobs`
 
-    with KL one of k1 = logp - ref, k2 = (logp - ref)^2 / 2, k3 = exp(ref - logp) - (ref - logp) - 1 (Schulman 2020,
-    http://joschu.net/blog/kl-approx.html). k1's gradient has expectation zero on policy: as a penalty in the loss it is only noise.
+    Without old log-probabilities, the first update on a batch, r = 1 with the gradient of logp. The loss is then
 
-    `aggregation`: "sequence", the mean over sequences of the mean over a sequence's tokens (GRPO, arXiv 2402.03300 eq. 3); "token",
-    the mean over all tokens (DAPO, arXiv 2503.14476); "constant", the sum over tokens by `sequences x constant_length`
-    (Dr. GRPO, arXiv 2503.20783). The counts are global: see `LossCounts`.
+        sum over tokens of share * (policy_weight * policy loss + kl_coef * KL) - entropy_coef * mean over all tokens of the entropy
+
+    where `share` is by `aggregation`: "sequence", the mean over sequences of the mean over a sequence's tokens (arXiv 2402.03300 eq. 3);
+    "token", the mean over all tokens (DAPO, arXiv 2503.14476); "constant", 1 / (sequences x constant_length) (Dr. GRPO, arXiv 2503.20783).
+    All counts are global, see `LossCounts`.
+
+    KL, with d = ref - logp: k1 = -d, k2 = d^2 / 2, k3 = e^d - d - 1 (Schulman 2020, http://joschu.net/blog/kl-approx.html). k1's gradient
+    in the loss has expectation zero on policy: it is only noise. `kl_ratio_corrected` multiplies by r, which makes the gradient of k3
+    that of the reverse KL (arXiv 2512.02556 eq. 7). For KL in the reward leave kl_coef at 0 and see `kl_penalized_rewards`.
+
+    `policy_weight` is the product of: `rollout_correction`, see there; `off_policy_threshold`, which drops the tokens with A < 0 of a
+    sequence whose mean(rollout - logp), or mean(old - logp) without rollout log-probabilities, is larger (arXiv 2512.02556 eq. 9);
+    `top_entropy`, which keeps the policy loss of that fraction of the tokens, those of largest entropy (arXiv 2506.01939).
 
     Raises:
         ValueError: at construction, naming the field, what was given and what is allowed.
     """
 
+    policy_loss: PolicyLoss = "clip"
+    ratio_level: RatioLevel = "token"
     clip_low: float = 0.2
     clip_high: float = 0.2
+    max_ratio: float | None = None
+    sapo_tau_pos: float = 1.0
+    sapo_tau_neg: float = 1.05
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
     kl: KLEstimator = "k3"
     kl_coef: float = 0.0
+    kl_ratio_corrected: bool = False
+    entropy_coef: float = 0.0
+    top_entropy: float = 1.0
+    rollout_correction: RolloutCorrection | None = None
+    off_policy_threshold: float | None = None
     aggregation: Aggregation = "sequence"
     constant_length: int | None = None
+    key: str = field(init=False, repr=False, compare=False, default="")
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.clip_low <= 1.0:
-            raise ValueError(f"clip_low is {self.clip_low}; it must be in [0, 1]")
-        if not 0.0 <= self.clip_high < float("inf"):
-            raise ValueError(f"clip_high is {self.clip_high}; it must be finite and at least 0")
-        if self.kl not in ("k1", "k2", "k3"):
-            raise ValueError(f"kl is {self.kl!r}; it must be 'k1', 'k2' or 'k3'")
-        if not 0.0 <= self.kl_coef < float("inf"):
-            raise ValueError(f"kl_coef is {self.kl_coef}; it must be finite and at least 0")
-        if self.aggregation not in ("token", "sequence", "constant"):
-            raise ValueError(f"aggregation is {self.aggregation!r}; it must be 'token', 'sequence' or 'constant'")
+        if not callable(self.policy_loss):
+            _check_choice("policy_loss", self.policy_loss, get_args(PolicyLossName), "or a function of a TokenBatch")
+        _check_choice("ratio_level", self.ratio_level, get_args(RatioLevel))
+        _check_choice("kl", self.kl, get_args(KLEstimator))
+        _check_choice("aggregation", self.aggregation, get_args(Aggregation))
+        _check_number("clip_low", self.clip_low, 0.0, 1.0)
+        _check_number("top_entropy", self.top_entropy, 0.0, 1.0)
+        for name in ("clip_high", "kl_coef", "entropy_coef", "vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg"):
+            _check_number(name, getattr(self, name), 0.0, math.inf)
+        for name in ("sapo_tau_pos", "sapo_tau_neg"):
+            _check_number(name, getattr(self, name), 1e-3, math.inf)
+        if self.max_ratio is not None:
+            _check_number("max_ratio", self.max_ratio, 1.0 + self.clip_high, math.inf)  # below, it would undo the upper clip
+            if self.policy_loss != "clip":
+                raise ValueError(f"max_ratio is {self.max_ratio}, but policy_loss is {self.policy_loss!r}; only 'clip' has it")
+        if self.off_policy_threshold is not None:
+            _check_number("off_policy_threshold", self.off_policy_threshold, 0.0, math.inf)
+        if not isinstance(self.rollout_correction, RolloutCorrection | None):
+            raise ValueError(f"rollout_correction is {self.rollout_correction!r}; it must be None or a RolloutCorrection")
+        if self.policy_loss == "vespo" and self.rollout_correction is not None and self.rollout_correction.level != "token":
+            raise ValueError(
+                f"rollout_correction.level is {self.rollout_correction.level!r}; policy_loss 'vespo', which multiplies the tokens' "
+                "ratios itself, needs 'token'"
+            )
         if self.aggregation == "constant" and not (isinstance(self.constant_length, int) and self.constant_length >= 1):
             raise ValueError(
                 f"constant_length is {self.constant_length}; aggregation 'constant' needs the maximum completion length (at least 1)"
             )
         if self.aggregation != "constant" and self.constant_length is not None:
             raise ValueError(f"constant_length is {self.constant_length}, but aggregation is {self.aggregation!r}; leave it out")
+        object.__setattr__(self, "key", repr(self))
+        _BY_KEY[self.key] = self
 
     @classmethod
-    def grpo(cls, *, kl_coef: float = 0.0, clip: float = 0.2) -> Objective:
+    def grpo(cls, **changes: Any) -> Objective:
         """DeepSeekMath's GRPO (arXiv 2402.03300 eq. 3). The paper's kl_coef is 0.04, with advantages scaled by the group's std."""
-        return cls(clip_low=clip, clip_high=clip, kl_coef=kl_coef, aggregation="sequence")
+        return _preset({"aggregation": "sequence"}, changes)
 
     @classmethod
-    def dr_grpo(cls, *, constant_length: int, clip: float = 0.2) -> Objective:
+    def dr_grpo(cls, *, constant_length: int, **changes: Any) -> Objective:
         """Dr. GRPO (arXiv 2503.20783): no length normalisation, no KL. Use it with `group_advantages(..., scale="none")`."""
-        return cls(clip_low=clip, clip_high=clip, aggregation="constant", constant_length=constant_length)
+        return _preset({"aggregation": "constant", "constant_length": constant_length}, changes)
 
     @classmethod
-    def dapo(cls, *, clip_low: float = 0.2, clip_high: float = 0.28) -> Objective:
+    def dapo(cls, **changes: Any) -> Objective:
         """DAPO (arXiv 2503.14476 eq. 8): a higher upper clip, the mean over all tokens, no KL."""
-        return cls(clip_low=clip_low, clip_high=clip_high, aggregation="token")
+        return _preset({"clip_high": 0.28, "aggregation": "token"}, changes)
+
+    @classmethod
+    def bnpo(cls, **changes: Any) -> Objective:
+        """TRL's "bnpo": the mean over the tokens of the micro-batch, so call the loss without `counts`."""
+        return _preset({"aggregation": "token"}, changes)
+
+    @classmethod
+    def gspo(cls, **changes: Any) -> Objective:
+        """GSPO (arXiv 2507.18071 eq. 5, clip range section 5.1): the ratio of a whole sequence, to the power 1 / length."""
+        return _preset({"ratio_level": "sequence", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "sequence"}, changes)
+
+    @classmethod
+    def gmpo(cls, **changes: Any) -> Objective:
+        """GMPO (arXiv 2507.20673): the geometric mean of the clipped ratios; log r is clipped at -+0.4."""
+        return _preset({"policy_loss": "gmpo", "clip_low": 0.4, "clip_high": 0.4, "aggregation": "sequence"}, changes)
+
+    @classmethod
+    def cispo(cls, *, max_weight: float = 5.0, **changes: Any) -> Objective:
+        """CISPO (arXiv 2506.13585): the ratio is a constant weight of at most `max_weight`; no token loses its gradient."""
+        return _preset({"policy_loss": "cispo", "clip_high": max_weight - 1.0, "aggregation": "token"}, changes)
+
+    @classmethod
+    def sapo(cls, **changes: Any) -> Objective:
+        """SAPO (arXiv 2511.20347): a smooth gate in place of the clip."""
+        return _preset({"policy_loss": "sapo", "aggregation": "sequence"}, changes)
+
+    @classmethod
+    def vespo(cls, **changes: Any) -> Objective:
+        """VESPO (arXiv 2602.10693): each sequence weighted by a gamma density of its ratio."""
+        return _preset({"policy_loss": "vespo", "aggregation": "token"}, changes)
+
+    @classmethod
+    def luspo(cls, **changes: Any) -> Objective:
+        """LUSPO (arXiv 2602.05261): GSPO's ratio, each sequence weighted by its length (a mean over sequences of token sums)."""
+        return _preset({"ratio_level": "sequence", "aggregation": "constant", "constant_length": 1}, changes)
+
+    @classmethod
+    def reinforce(cls, **changes: Any) -> Objective:
+        """REINFORCE, the mean over all tokens of -A logp."""
+        return _preset({"policy_loss": "reinforce", "aggregation": "token"}, changes)
+
+    @classmethod
+    def rloo(cls, **changes: Any) -> Objective:
+        """RLOO (arXiv 2402.14740): REINFORCE on whole completions (a mean over sequences of token sums), with
+        `group_advantages(..., baseline="leave_one_out", scale="none")`."""
+        return _preset({"policy_loss": "reinforce", "aggregation": "constant", "constant_length": 1}, changes)
+
+    @staticmethod
+    def of_key(key: str) -> Objective:
+        """The objective with that `key`: custom ops take tensors and plain numbers."""
+        return _BY_KEY[key]
 
     @property
-    def needs_every_token(self) -> bool:
-        """Whether a token with advantage 0 still has a gradient (from the KL penalty)."""
-        return self.kl_coef != 0.0
+    def moves_without_advantage(self) -> bool:
+        """Whether a token with advantage 0 still has a gradient (KL, entropy), or may have one (a user's own loss)."""
+        return self.kl_coef != 0.0 or self.entropy_coef != 0.0 or callable(self.policy_loss)
 
-    def token_loss(self, logprobs: Tensor, old_logprobs: Tensor | None, ref_logprobs: Tensor | None, advantages: Tensor) -> TokenLoss:
-        """The loss of each token before averaging.
+    @property
+    def couples_tokens(self) -> bool:
+        """Whether a token's policy loss depends on the current log-probabilities of others in its sequence."""
+        return self.ratio_level == "sequence" or self.policy_loss in ("gmpo", "vespo") or self.off_policy_threshold is not None
 
-        Args:
-            logprobs: [rows], current log-probabilities, natural log; the gradient flows to these only.
-            old_logprobs: [rows] or None, log-probabilities under the policy that sampled. None: equal to `logprobs`, so the ratio is 1.
-            ref_logprobs: [rows] or None, log-probabilities under the reference; needed when kl_coef is not 0.
-            advantages: [rows].
-        """
-        old = logprobs.detach() if old_logprobs is None else old_logprobs
-        ratio = torch.exp((logprobs - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
-        clipped = ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
-        loss = -torch.minimum(ratio * advantages, clipped * advantages)
-        kl = torch.zeros_like(logprobs)
-        if ref_logprobs is not None:
-            kl = self._kl(logprobs, ref_logprobs)
+    def evaluate(self, batch: TokenBatch) -> TokenLoss:
+        """Policy loss and KL penalty of each token, before averaging and without the entropy bonus."""
+        token_log_ratio = _bounded(batch.logprobs - batch.old_logprobs)
+        log_ratio = batch.sequence_mean(token_log_ratio) if self.ratio_level == "sequence" else token_log_ratio
+        ratio = torch.exp(log_ratio)
+        weight = batch.policy_weight
+        rollout_ratio = torch.ones_like(weight)
+        if batch.rollout_logprobs is not None and self.rollout_correction is not None:
+            rollout_ratio = self.rollout_correction.ratio(batch)
+            if self.policy_loss != "vespo":  # which has it in its phi
+                weight = weight * self.rollout_correction.weight(rollout_ratio)
+        if self.off_policy_threshold is not None:
+            weight = weight * self._on_policy(batch)
+        if batch.entropy_threshold is not None:
+            weight = weight * (batch.entropy.double() >= batch.entropy_threshold)
+        policy = self._policy_loss(batch, ratio, token_log_ratio)
+        loss = torch.where(weight != 0, policy * weight, 0.0)
+        kl = torch.zeros_like(batch.logprobs)
+        if batch.ref_logprobs is not None:
+            kl = kl_estimate(self.kl, batch.logprobs, batch.ref_logprobs)
+            if self.kl_ratio_corrected:
+                kl = kl * ratio
             loss = loss + self.kl_coef * kl if self.kl_coef else loss
-        with torch.no_grad():
-            # Clipped means that the gradient is cut: the ratio is outside on the side to which the advantage pushes.
+        low, high = self._clipped(batch.advantages, ratio.detach(), token_log_ratio.detach())
+        return TokenLoss(loss, ratio.detach(), kl.detach(), low, high, rollout_ratio, weight)
+
+    def _policy_loss(self, batch: TokenBatch, ratio: Tensor, token_log_ratio: Tensor) -> Tensor:
+        advantages = batch.advantages
+        if callable(self.policy_loss):
+            return _checked(self.policy_loss(batch), batch)
+        if self.policy_loss == "reinforce":
+            return -advantages * batch.logprobs
+        if self.policy_loss == "cispo":
+            return -ratio.detach().clamp(max=1.0 + self.clip_high) * advantages * batch.logprobs
+        if self.policy_loss == "sapo":
+            tau = _choose(advantages > 0, self.sapo_tau_pos, self.sapo_tau_neg, ratio)
+            return -4.0 / tau * torch.sigmoid(tau * (ratio - 1.0)) * advantages
+        if self.policy_loss == "gmpo":
+            sign = torch.sign(advantages)
+            clipped = token_log_ratio.clamp(-self.clip_low, self.clip_high)
+            pessimistic = sign * torch.minimum(sign * token_log_ratio, sign * clipped)
+            return -advantages * torch.exp(batch.sequence_mean(pessimistic))
+        if self.policy_loss == "vespo":
+            return -self._vespo_weight(batch, token_log_ratio.detach()) * advantages * batch.logprobs
+        capped = ratio if self.max_ratio is None else ratio.clamp(max=self.max_ratio)
+        return -torch.minimum(capped * advantages, ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high) * advantages)
+
+    def _vespo_weight(self, batch: TokenBatch, token_log_ratio: Tensor) -> Tensor:
+        log_weight = batch.sequence_sum(token_log_ratio)
+        if batch.rollout_logprobs is not None and self.rollout_correction is not None:
+            correction = self.rollout_correction.weight(self.rollout_correction.ratio(batch))
+            log_weight = log_weight + batch.sequence_sum(correction.log().clamp(_VESPO_MIN_LOG_WEIGHT, MAX_LOG_RATIO))
+        log_weight = log_weight.clamp(_VESPO_MIN_LOG_WEIGHT, MAX_LOG_RATIO)
+        positive = batch.advantages >= 0
+        k = _choose(positive, self.vespo_k_pos, self.vespo_k_neg, log_weight)
+        rate = _choose(positive, self.vespo_lambda_pos, self.vespo_lambda_neg, log_weight)
+        return torch.exp(rate + k * log_weight - rate * log_weight.exp())
+
+    def _on_policy(self, batch: TokenBatch) -> Tensor:
+        sampled = batch.old_logprobs if batch.rollout_logprobs is None else batch.rollout_logprobs
+        drift = _bounded(torch.nan_to_num(sampled - batch.logprobs.detach(), nan=0.0, posinf=math.inf, neginf=-math.inf))
+        assert self.off_policy_threshold is not None
+        return (batch.advantages >= 0) | (batch.sequence_mean(drift) <= self.off_policy_threshold)
+
+    def _clipped(self, advantages: Tensor, ratio: Tensor, token_log_ratio: Tensor) -> tuple[Tensor, Tensor]:
+        """Whether the bound cut the token's gradient: the ratio is outside on the side to which the advantage pushes, or above max_ratio.
+        For cispo, whose gradient is only weakened, whether its weight was cut."""
+        none = torch.zeros_like(advantages, dtype=torch.bool)
+        if self.policy_loss == "clip":
             low = (ratio < 1.0 - self.clip_low) & (advantages < 0)
             high = (ratio > 1.0 + self.clip_high) & (advantages > 0)
-        return TokenLoss(loss, ratio.detach(), kl.detach(), low, high)
+            return low, high if self.max_ratio is None else high | ((ratio > self.max_ratio) & (advantages < 0))
+        if self.policy_loss == "cispo":
+            return none, ratio > 1.0 + self.clip_high
+        if self.policy_loss == "gmpo":
+            return (token_log_ratio < -self.clip_low) & (advantages < 0), (token_log_ratio > self.clip_high) & (advantages > 0)
+        return none, none
 
-    def _kl(self, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-        difference = (ref_logprobs - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        if self.kl == "k1":
-            return -difference
-        if self.kl == "k2":
-            return 0.5 * difference.square()
-        return torch.expm1(difference) - difference  # expm1: k3 is quadratic near 0, where exp(d) - 1 has no digits left
+    def token_shares(self, mask: Tensor, sequence_of_row: Tensor, lengths: Tensor, counts: LossCounts) -> Tensor:
+        """Each row's share of the average, [rows] float32: `sum(shares * losses)` over all pieces of a batch is the loss.
 
-    def token_weights(self, mask: Tensor, sequence_of_row: Tensor, sequences: int, counts: LossCounts) -> Tensor:
-        """Each row's share of the average, [rows] float32: `sum(weights * token_loss)` over all pieces of a batch is the loss.
-
-        `mask` is [rows] bool, `sequence_of_row` [rows] int64 in [0, sequences).
+        `mask` is [rows] bool, `sequence_of_row` [rows] int64, `lengths` [sequences] the tokens of each sequence that count.
         """
         if self.aggregation == "token":
             return mask.float() / max(counts.tokens, 1)  # .float(): a bool tensor would be divided in torch's default dtype
         if self.aggregation == "constant":
             assert self.constant_length is not None
             return mask.float() / (max(counts.sequences, 1) * self.constant_length)
-        lengths = torch.zeros(sequences, dtype=torch.int64, device=mask.device).index_add_(0, sequence_of_row, mask.long())
         return mask.float() / (max(counts.sequences, 1) * lengths.clamp(min=1)[sequence_of_row]).float()
+
+
+def kl_estimate(kl: KLEstimator, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """Each token's estimate of KL(policy | reference), in nats: k1, k2 or k3 as in `Objective`, the log-ratio held at -+20."""
+    difference = _bounded(ref_logprobs - logprobs)
+    if kl == "k1":
+        return -difference
+    if kl == "k2":
+        return 0.5 * difference.square()
+    return torch.expm1(difference) - difference  # expm1: k3 is quadratic near 0, where exp(d) - 1 has no digits left
+
+
+def top_entropy_threshold(entropy: Tensor, mask: Tensor | None = None, *, fraction: float) -> float:
+    """The entropy above which the top `fraction` of the tokens with `mask` lies: a quantile, interpolated linearly.
+
+    For `linear_grpo_loss(..., entropy_threshold=...)` from the entropies of all micro-batches of a step (gather those of other
+    processes first); of no tokens, infinity.
+    """
+    _check_number("fraction", fraction, 0.0, 1.0)
+    values = entropy.detach().reshape(-1).double() if mask is None else entropy.detach()[mask.to(entropy.device) != 0].double()
+    if values.numel() == 0:
+        return math.inf
+    # torch.quantile refuses more than 2^24 values.
+    position = (1.0 - fraction) * (values.numel() - 1)
+    below = min(int(position), values.numel() - 1)
+    ordered = values.sort().values[below : below + 2]
+    return float(torch.lerp(ordered[0], ordered[-1], position - below))
+
+
+def _bounded(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def _choose(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
+    """torch.where of two numbers, in the dtype of `like`: its own would be torch's default dtype, whatever that is set to."""
+    return torch.full_like(like.detach(), no).masked_fill(condition, yes)
+
+
+def _preset(settings: dict[str, Any], changes: dict[str, Any]) -> Objective:
+    return Objective(**(settings | changes))
+
+
+def _checked(losses: Any, batch: TokenBatch) -> Tensor:
+    if not isinstance(losses, Tensor) or losses.shape != batch.logprobs.shape:
+        got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+        raise ValueError(f"policy_loss returned {got}; it must return a tensor of one loss per token, {tuple(batch.logprobs.shape)}")
+    return losses
+
+
+def _check_choice(name: str, value: Any, allowed: tuple[str, ...], also: str = "") -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))} {also}".rstrip())
+
+
+def _check_number(name: str, value: Any, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high or value == math.inf:
+        allowed = f"finite and at least {low:g}" if high == math.inf else f"in [{low:g}, {high:g}]"
+        raise ValueError(f"{name} is {value}; it must be {allowed}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -15,7 +16,8 @@ class LossCounts:
     tokens: tokens that count in the loss (mask is true), those of groups without signal included.
     sequences: completions with at least one such token.
 
-    Pieces add up to the whole however they are cut, except that the mean over a sequence (aggregation "sequence") needs it in one piece.
+    Pieces then add up to the whole however they are cut; where a cut goes through a sequence, aggregation "sequence" needs the sequence's
+    whole length as well (`sequence_lengths`).
     """
 
     tokens: int
@@ -32,6 +34,12 @@ class LossCounts:
 
     def __add__(self, other: LossCounts) -> LossCounts:
         return LossCounts(self.tokens + other.tokens, self.sequences + other.sequences)
+
+    def all_reduce(self, group: dist.ProcessGroup | None = None, *, device: torch.device | str | None = None) -> LossCounts:
+        """The sum over the processes of `group` (None: all). `device`: "cuda" where the group's backend is NCCL."""
+        counts = torch.tensor([self.tokens, self.sequences], device=device)
+        dist.all_reduce(counts, group=group)
+        return LossCounts(*counts.tolist())
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,27 @@ class RowLayout:
         lengths = _lengths(cu_seqlens, rows)
         sequence_of_row = torch.repeat_interleave(torch.arange(lengths.numel()), lengths).to(device)
         return cls(shape, flat_mask, sequence_of_row, lengths.numel())
+
+    def lengths(self, given: Tensor | None = None) -> Tensor:
+        """[sequences] int64, the tokens of each sequence that count: here, or as `given` where parts of it are in other calls.
+
+        Raises:
+            ValueError: naming `sequence_lengths`.
+        """
+        sequences = self.sequences or 1
+        here = torch.zeros(sequences, dtype=torch.int64, device=self.mask.device).index_add_(0, self.sequence_of_row, self.mask.long())
+        if given is None:
+            return here
+        if self.sequences is None or given.shape != here.shape or given.dtype.is_floating_point:
+            raise ValueError(
+                f"sequence_lengths has shape {tuple(given.shape)} and dtype {given.dtype}; "
+                f"it must hold one integer per sequence, {(self.sequences,)} (None: cu_seqlens are missing)"
+            )
+        given = given.to(here)
+        if bool((given < here).any()):
+            at = int((given < here).nonzero()[0])
+            raise ValueError(f"sequence_lengths[{at}] is {int(given[at])}, but {int(here[at])} of the sequence's tokens count in this call")
+        return given
 
     def per_row(self, name: str, values: Tensor, *, per_sequence: bool = False) -> Tensor:
         """`values` as [rows] float32: of the caller's shape, or with `per_sequence` also one value per sequence."""

@@ -33,12 +33,6 @@ def test_strided_targets_and_hidden() -> None:
     assert torch.allclose(every_second.logprobs, linear_logprobs(p.hidden, p.weight, p.targets).logprobs[::2], atol=1e-5)
 
 
-def test_it_says_that_it_has_no_backward() -> None:
-    p = make(4, 8, 20)
-    with pytest.raises(RuntimeError, match="no backward"):
-        linear_logprobs(p.hidden.requires_grad_(), p.weight, p.targets)
-
-
 def test_bad_target_is_named() -> None:
     p = make(4, 8, 20)
     with pytest.raises(ValueError, match="targets holds 20 at row 1"):

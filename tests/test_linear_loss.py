@@ -9,25 +9,52 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_kernels import LossCounts, Objective, backends, linear_grpo_loss, linear_loss
+from grpo_kernels import LossCounts, Objective, RolloutCorrection, backends, linear_grpo_loss, top_entropy_threshold
 from grpo_kernels.backends.torch import TorchBackend
+from grpo_kernels.head_pass import HeadPass
 from problems import Problem, check_against_float64, fused, make, reference, relative, take
 
 AVAILABLE = [status.name for status in backends() if status.available]
+TIS = RolloutCorrection("token", "truncate", low=0.8, high=1.2)
+MIS = RolloutCorrection("sequence", "mask", low=0.5, high=2.0)
 OBJECTIVES = {
     "grpo": Objective.grpo(),
     "grpo_kl3": Objective.grpo(kl_coef=0.04),
     "dr_grpo": Objective.dr_grpo(constant_length=16),
     "dapo": Objective.dapo(),
+    "dual_clip": Objective.dapo(max_ratio=1.5),
     "k1": Objective(kl="k1", kl_coef=0.1, aggregation="token"),
     "k2": Objective(kl="k2", kl_coef=0.1, aggregation="token"),
+    "corrected_k3": Objective(kl_coef=0.1, kl_ratio_corrected=True),
+    "gspo": Objective.gspo(clip_low=0.1, clip_high=0.1),
+    "gspo_kl": Objective.gspo(clip_low=0.1, clip_high=0.1, kl_coef=0.1, kl_ratio_corrected=True),
+    "luspo": Objective.luspo(),
+    "gmpo": Objective.gmpo(),
+    "cispo": Objective.cispo(max_weight=1.2),
+    "sapo": Objective.sapo(),
+    "sequence_sapo": Objective.sapo(ratio_level="sequence"),
+    "vespo": Objective.vespo(),
+    "vespo_tis": Objective.vespo(rollout_correction=TIS),
+    "reinforce": Objective.reinforce(),
+    "rloo": Objective.rloo(),
+    "entropy": Objective.dapo(entropy_coef=0.05),
+    "gspo_entropy": Objective.gspo(clip_low=0.1, clip_high=0.1, entropy_coef=0.05),
+    "top_entropy": Objective.dapo(top_entropy=0.4),
+    "top_entropy_kl": Objective.grpo(top_entropy=0.4, kl_coef=0.1),
+    "gspo_top_entropy": Objective.gspo(clip_low=0.1, clip_high=0.1, top_entropy=0.4),
+    "tis": Objective.dapo(rollout_correction=TIS),
+    "mis": Objective.grpo(rollout_correction=MIS),
+    "geometric": Objective.gspo(rollout_correction=RolloutCorrection("geometric", "mask", low=0.9, high=1.1)),
+    "off_policy": Objective.dapo(off_policy_threshold=0.1),
+    "off_policy_kl": Objective.dapo(off_policy_threshold=0.1, kl_coef=0.1, rollout_correction=TIS),
 }
 
 
 @pytest.mark.parametrize("backend", AVAILABLE)
+@pytest.mark.parametrize("old", [True, False])
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_every_objective(backend: str, name: str) -> None:
-    check_against_float64(make(70, 33, 1003, objective=OBJECTIVES[name]), backend=backend)
+def test_every_objective(backend: str, name: str, old: bool) -> None:
+    check_against_float64(*(make(70, 33, 1003, objective=OBJECTIVES[name], old=old, seed=seed) for seed in range(3)), backend=backend)
 
 
 @pytest.mark.parametrize("backend", AVAILABLE)
@@ -181,21 +208,39 @@ def test_the_pieces_of_a_batch_add_up(name: str) -> None:
     whole, _ = fused(p)
     cuts = [0, 1, 5, 6, len(p.lengths)]
     parts = [(take(p, slice(a, b))) for a, b in pairwise(cuts)]
-    answers = [fused(part, counts=p.counts())[0] for part in parts]
+    fraction = p.objective.top_entropy
+    step = {} if fraction == 1.0 else {"entropy_threshold": top_entropy_threshold(reference(p).entropy, p.mask, fraction=fraction)}
+    answers = [fused(part, counts=p.counts(), **step)[0] for part in parts]
     assert sum(float(a.loss) for a in answers) == pytest.approx(float(whole.loss), rel=1e-5, abs=1e-7)
     assert relative(sum(a.weight_gradient for a in answers), whole.weight_gradient) < 1e-6
     assert relative(torch.cat([a.hidden_gradient for a in answers]), whole.hidden_gradient) < 1e-6
 
 
-@pytest.mark.parametrize("rows", [32, 96, 1000])
-def test_the_chunk_size_does_not_matter(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    p = make(200, 24, 2500)
+@pytest.mark.parametrize("old", [True, False])
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_chunk_size_does_not_matter(monkeypatch: pytest.MonkeyPatch, name: str, old: bool) -> None:
+    """5 rows: less than some sequences have, so that a ratio of a whole sequence is known only after a pass of its own."""
+    p = make(120, 24, 333, objective=OBJECTIVES[name], old=old)
+    whole, results = fused(p)
+    for rows in (5, 32):
+        monkeypatch.setattr(TorchBackend, "rows_per_chunk", lambda self, vocabulary, rows=rows: rows)
+        cut, cut_results = fused(p)
+        assert relative(cut.weight_gradient, whole.weight_gradient) < 3e-6
+        assert relative(cut.hidden_gradient, whole.hidden_gradient) < 3e-6
+        assert float(cut.loss) == pytest.approx(float(whole.loss), rel=1e-5, abs=1e-7)
+        assert torch.equal(cut_results.policy_weight != 0, results.policy_weight != 0)
+
+
+def test_sequences_cut_between_calls_keep_their_mean() -> None:
+    """Aggregation "sequence" with a cut through a sequence: its whole length has to be given."""
+    p = replace(make(12, 16, 90, objective=Objective.grpo(), masked=0.0), lengths=[12])
     whole, _ = fused(p)
-    monkeypatch.setattr(TorchBackend, "rows_per_chunk", lambda self, vocabulary: rows)
-    cut, _ = fused(p)
-    assert relative(cut.weight_gradient, whole.weight_gradient) < 1e-6
-    assert relative(cut.hidden_gradient, whole.hidden_gradient) < 1e-6
-    assert float(cut.loss) == pytest.approx(float(whole.loss), rel=1e-6)
+    pieces = [
+        fused(replace(take(replace(p, lengths=[5, 7]), slice(i, i + 1))), counts=LossCounts(12, 1), sequence_lengths=torch.tensor([12]))
+        for i in (0, 1)
+    ]
+    assert sum(float(a.loss) for a, _ in pieces) == pytest.approx(float(whole.loss), rel=1e-5)
+    assert relative(sum(a.weight_gradient for a, _ in pieces), whole.weight_gradient) < 1e-6
 
 
 def test_weight_gradient_in_bf16_does_not_degrade_with_the_number_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,34 +368,33 @@ def test_expanded_inputs() -> None:
 
 @dataclass
 class Work:
-    """Which products a call asked for, and the shapes of the gradient buffers it made."""
+    """Which products a call asked for, and which gradient buffers it made."""
 
-    softmax: list[dict[str, bool]] = field(default_factory=list)
+    sweeps: list[tuple[str, bool]] = field(default_factory=list)  # (what was kept, whether GEMM 2 ran)
     weight_products: int = 0
-    buffers: list[tuple[bool, bool]] = field(default_factory=list)
+    weight_buffers: int = 0
 
 
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> Work:
     seen = Work()
-    softmax, add, empty = TorchBackend.softmax, TorchBackend.add_weight_gradient, linear_loss._Outcome.empty
+    sweep, add, init = TorchBackend.sweep, TorchBackend.add_exponentials, HeadPass.__init__
 
-    def spy_softmax(*arguments: Any, **flags: bool) -> Any:
-        seen.softmax.append(flags)
-        return softmax(*arguments, **flags)
+    def spy_sweep(*arguments: Any, keep: str, weighted_rows: bool) -> Any:
+        seen.sweeps.append((keep, weighted_rows))
+        return sweep(*arguments, keep=keep, weighted_rows=weighted_rows)
 
     def spy_add(*arguments: Any, **flags: bool) -> None:
         seen.weight_products += 1
         add(*arguments, **flags)
 
-    def spy_empty(*arguments: Any) -> Any:
-        outcome = empty(*arguments)
-        seen.buffers.append((outcome.hidden_gradient is not None, outcome.weight_gradient is not None))
-        return outcome
+    def spy_init(self: HeadPass, *arguments: Any) -> None:
+        init(self, *arguments)
+        seen.weight_buffers += self.parameter_gradients()[0] is not None
 
-    monkeypatch.setattr(TorchBackend, "softmax", spy_softmax)
-    monkeypatch.setattr(TorchBackend, "add_weight_gradient", spy_add)
-    monkeypatch.setattr(linear_loss._Outcome, "empty", spy_empty)
+    monkeypatch.setattr(TorchBackend, "sweep", spy_sweep)
+    monkeypatch.setattr(TorchBackend, "add_exponentials", spy_add)
+    monkeypatch.setattr(HeadPass, "__init__", spy_init)
     return seen
 
 
@@ -359,7 +403,7 @@ def test_frozen_weight_costs_no_product_and_no_buffer(work: Work) -> None:
     hidden = p.hidden.detach().requires_grad_()
     result = linear_grpo_loss(hidden, p.weight, p.targets, p.advantages, objective=p.objective, old_logprobs=p.old, mask=p.mask)
     result.loss.backward()
-    assert work == Work([{"hidden_gradient": True, "weight_gradient": False}], 0, [(True, False)])
+    assert work == Work([("nothing", True)], 0, 0)
     assert torch.equal(hidden.grad, fused(p)[0].hidden_gradient)
 
 
@@ -371,7 +415,7 @@ def test_without_gradients_only_the_loss_is_computed(work: Work) -> None:
             hidden, weight, p.targets, p.advantages, objective=p.objective, cu_seqlens=p.cu_seqlens, old_logprobs=p.old, mask=p.mask
         )
     assert not result.loss.requires_grad
-    assert work == Work([{"hidden_gradient": False, "weight_gradient": False}], 0, [(False, False)])
+    assert work == Work([("nothing", False)], 0, 0)
     assert float(result.loss) == float(fused(p)[0].loss)
 
 
@@ -392,8 +436,8 @@ def test_logits_of_minus_infinity_are_no_probability() -> None:
 
 def test_matmul_precision_settings_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    real = TorchBackend.softmax
-    monkeypatch.setattr(TorchBackend, "softmax", lambda *a, **k: (seen.append(torch.get_float32_matmul_precision()), real(*a, **k))[1])
+    real = TorchBackend.sweep
+    monkeypatch.setattr(TorchBackend, "sweep", lambda *a, **k: (seen.append(torch.get_float32_matmul_precision()), real(*a, **k))[1])
     torch.set_float32_matmul_precision("medium")
     try:
         fused(make(30, 16, 90))

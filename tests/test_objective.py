@@ -1,15 +1,36 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
-from grpo_kernels import Objective
+from grpo_kernels import Objective, TokenBatch
+
+
+def batch(logprobs: Tensor, **given: Any) -> TokenBatch:
+    """Tokens of one sequence each, on policy with advantage 1 and entropy 1, unless given otherwise."""
+    n = logprobs.numel()
+    sequence = given.get("sequence", torch.arange(n))
+    return TokenBatch(
+        logprobs=logprobs,
+        old_logprobs=given.get("old", logprobs.detach()),
+        ref_logprobs=given.get("ref"),
+        rollout_logprobs=given.get("rollout"),
+        advantages=given.get("advantages", torch.ones(n)),
+        entropy=given.get("entropy", torch.ones(n)),
+        sequence_of_row=sequence,
+        lengths=torch.bincount(sequence).double(),
+        policy_weight=torch.ones(n),
+        entropy_threshold=given.get("threshold"),
+    )
 
 
 def gradient(objective: Objective, logprob: float, ref: float) -> tuple[float, float]:
     """(KL value, d loss / d logp) of one token with advantage 0 on policy."""
     logp = torch.tensor([logprob], requires_grad=True)
-    tokens = objective.token_loss(logp, None, torch.tensor([ref]), torch.zeros(1))
+    tokens = objective.evaluate(batch(logp, ref=torch.tensor([ref]), advantages=torch.zeros(1)))
     (slope,) = torch.autograd.grad(tokens.loss.sum(), logp)
     return tokens.kl.item(), slope.item()
 

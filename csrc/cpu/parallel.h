@@ -7,6 +7,7 @@
 #pragma once
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <thread>
 #include <vector>
@@ -33,6 +34,11 @@ struct OpenMP {
 };
 
 }  // namespace detail
+
+// 2^17 exponentials are about 80 us of work: below that a thread's start costs more than it saves.
+inline int useful_threads(int threads, int64_t exponentials) {
+  return static_cast<int>(std::min<int64_t>(std::max(threads, 1), exponentials >> 17));
+}
 
 // Calls body(begin, end) on at most `threads` disjoint ranges that cover [0, count), cut at multiples of `grain`. The body must not throw.
 template <typename Body>

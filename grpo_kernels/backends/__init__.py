@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grpo_kernels.backends.base import Backend, SoftmaxChunk
+from grpo_kernels.backends.base import Backend, ChunkRows, Sweep
 from grpo_kernels.backends.selection import BackendStatus, backend_statuses, select_backend
 
-__all__ = ["Backend", "BackendStatus", "SoftmaxChunk", "backend_statuses", "select_backend"]
+__all__ = ["Backend", "BackendStatus", "ChunkRows", "Sweep", "backend_statuses", "select_backend"]

@@ -1,56 +1,93 @@
-"""What a backend does: the anchored softmax of a chunk of rows, and the chunk's weight gradient."""
+"""What a backend does: the sweeps of a chunk of rows over the vocabulary, in which nearly all of the time is spent."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
+from grpo_kernels.head import Head
 
-@dataclass
-class SoftmaxChunk:
-    """Rows `h_t` of a chunk through `x = h W^T / T` and a softmax anchored at an offset `o_t`, see `TorchBackend`.
+Keep = Literal["nothing", "exponentials", "distances"]
 
-    `o_t` is the target's own logit x_y; for a row whose target is so unlikely that exp(x - x_y) overflows, the row's maximum.
 
-    float32 below is float64 for float64 inputs.
+@dataclass(frozen=True)
+class ChunkRows:
+    """The rows of a chunk. float32 below is float64 where an input is.
 
-    Attributes:
-        logprobs: [n] float32, log-probability of the target.
-        entropy: [n] float32, in nats.
-        others: [n] float32, s = sum over j != y of exp(x_j - o).
-        total: [n] float32, Z = s + exp(x_y - o); 1 - p_y = s / Z.
-        exponentials: [V, n] or None, exp(x_j - o) with 0 at the target: vocabulary in rows, tokens side by side.
-        weighted_rows: [n, H] or None, sum over j != y of exp(x_j - o) W_j.
-        target_rows: [n, H], W_y in the working dtype.
+    hidden: [n, H] float32. targets: [n] int64, rows of this process's weight, -1 where another process has them.
+    inverse_temperature: [n] float32.
     """
 
-    logprobs: Tensor
-    entropy: Tensor
+    hidden: Tensor
+    targets: Tensor
+    inverse_temperature: Tensor
+
+
+@dataclass
+class Sweep:
+    """One pass of a chunk over this process's vocabulary; x are its logits, o the chunk's offsets, y the targets.
+
+    others: [n] float64, sum over j != y of exp(x_j - o).
+    weighted: [n] float64, sum over j != y of exp(x_j - o) (x_j - o).
+    kept: [V, n] float32, vocabulary in rows and tokens side by side: exp(x_j - o), or the distances x_j - o; None: nothing was to be kept.
+        The entry of the target is 0 among exponentials, and anything among distances.
+    weighted_rows: [n, H] float32, sum over j != y of exp(x_j - o) W_j, or None.
+    """
+
     others: Tensor
-    total: Tensor
-    exponentials: Tensor | None
+    weighted: Tensor
+    kept: Tensor | None
     weighted_rows: Tensor | None
-    target_rows: Tensor
+
+
+@dataclass(frozen=True)
+class LogitSlopes:
+    """What turns kept distances into gradients of the products h W^T, each [n] float32.
+
+    The gradient is -p (slope + entropy_slope log p) dx/dz with log p = distance - log_total, and `target_gradient` at the target; `offset`
+    is the one of the sweep. dx/dz is 1 / T, with a soft cap times 1 - tanh^2.
+    """
+
+    offset: Tensor
+    log_total: Tensor
+    slope: Tensor
+    entropy_slope: Tensor
+    target_gradient: Tensor
+
+
+@dataclass
+class ParameterGradients:
+    """weight: [V, H] float32, or None where not wanted; bias: [V], or None. `fresh`: they hold nothing yet and are overwritten."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    fresh: bool = True
 
 
 class Backend(Protocol):
     name: str
 
     def rows_per_chunk(self, vocabulary: int) -> int:
-        """How many rows to give to `softmax` at once: a speed and memory choice, never one of results."""
+        """How many rows to give at once: a speed and memory choice, never one of results."""
 
-    def softmax(
-        self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, *, hidden_gradient: bool, weight_gradient: bool
-    ) -> SoftmaxChunk:
-        """GEMM 1, and with `hidden_gradient` GEMM 2 up to its row scale. `hidden` is [n, H], `weight` [V, H], `targets` [n] int64.
+    def sweep(self, head: Head, rows: ChunkRows, offset: Tensor, *, keep: Keep, weighted_rows: bool) -> Sweep:
+        """GEMM 1 and, with `weighted_rows`, GEMM 2 up to its row scale. `offset` is [n] float32.
 
-        With `weight_gradient` the exponentials are kept until `add_weight_gradient`; they live in a workspace that the next call reuses.
+        What is kept lives in a workspace that the next call reuses, unless `release` was called in between.
         """
 
-    def add_weight_gradient(self, chunk: SoftmaxChunk, targets: Tensor, scaled_hidden: Tensor, gradient: Tensor, *, first: bool) -> None:
-        """GEMM 3: `gradient += E'^T scaled_hidden` with E' = the exponentials, -s at the target. `first`: overwrite instead of add.
+    def release(self) -> None:
+        """Leaves the workspace to whoever holds it."""
 
-        `scaled_hidden` [n, H] is a_t h_t with a = -c / (Z T), c = d loss / d logp; `gradient` is [V, H] in the working dtype.
-        """
+    def row_maximum(self, head: Head, rows: ChunkRows) -> Tensor:
+        """[n] float32, each row's largest logit of this process."""
+
+    def add_exponentials(self, kept: Tensor, scale: Tensor, scaled_hidden: Tensor, into: ParameterGradients) -> None:
+        """GEMM 3: weight += kept scaled_hidden and bias += kept scale, with `kept` [V, n], `scale` [n], `scaled_hidden` [n, H]."""
+
+    def add_distances(
+        self, head: Head, rows: ChunkRows, kept: Tensor, slopes: LogitSlopes, hidden_gradient: Tensor | None, into: ParameterGradients
+    ) -> None:
+        """Kept distances to the gradient G of the products, in place; then hidden += G^T W, weight += G h, bias += G 1 where wanted."""

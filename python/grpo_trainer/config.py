@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from grpo_kernels import Objective
 from grpo_kernels.advantages import AdvantageScale
 from grpo_kernels.backends.selection import BackendName
-from grpo_kernels.linear_loss import MAX_TEMPERATURE, MIN_TEMPERATURE
+from grpo_kernels.head import MAX_TEMPERATURE, MIN_TEMPERATURE
 from grpo_kernels.objective import KLEstimator
 from grpo_trainer.errors import UserError
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from grpo_kernels import LinearGRPOLoss, LossCounts, linear_grpo_loss, linear_logprobs
+from grpo_kernels import GRPOLoss, LossCounts, linear_grpo_loss, linear_logprobs
 from grpo_trainer.config import Config
 from grpo_trainer.groups import Group, MicroBatch, loss_counts, micro_batches
 from grpo_trainer.policy import Policy
@@ -32,7 +32,7 @@ class UpdateStats:
     clipped_low: int = 0
     clipped_high: int = 0
 
-    def add(self, result: LinearGRPOLoss) -> None:
+    def add(self, result: GRPOLoss) -> None:
         self.loss += result.loss.item()
         self.tokens += int(result.computed.sum())
         self.ratio_sum += float(result.ratio.double().sum())
@@ -64,7 +64,7 @@ class Learner:
     def update(self, groups: Sequence[Group], step: int) -> list[UpdateStats]:
         """`updates_per_step` optimiser updates on one rollout batch, fewer where one is not finite. Groups that cannot move the weights
         are not computed."""
-        moving = groups if self._objective.needs_every_token else [group for group in groups if group.has_signal]
+        moving = groups if self._objective.moves_without_advantage else [group for group in groups if group.has_signal]
         batches = micro_batches(moving, self._config.micro_batch_tokens)
         counts = loss_counts(groups)
         if self._reference is not None:
@@ -94,7 +94,7 @@ class Learner:
         self._step(stats, any_gradient=bool(batches))
         return stats
 
-    def _loss(self, batch: MicroBatch, counts: LossCounts) -> LinearGRPOLoss:
+    def _loss(self, batch: MicroBatch, counts: LossCounts) -> GRPOLoss:
         device = self._policy.device
         return linear_grpo_loss(
             completion_hidden(self._policy, batch.prompts, batch.completions),

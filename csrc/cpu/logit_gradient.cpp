@@ -1,0 +1,16 @@
+#include "logit_gradient.h"
+
+#include "dispatch.h"
+#include "parallel.h"
+
+namespace grpo {
+
+int logit_gradient(const LogitGradient& arguments, int threads, const char* instruction_set) {
+  const InstructionSet* set = find_instruction_set(instruction_set);
+  if (!set) return 1;
+  parallel_ranges(arguments.cols, 64, useful_threads(threads, arguments.rows * arguments.cols),
+                  [&](int64_t begin, int64_t end) { set->logit_gradient(arguments, begin, end); });
+  return 0;
+}
+
+}  // namespace grpo

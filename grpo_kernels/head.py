@@ -1,0 +1,155 @@
+"""The language-model head: from hidden states to logits, and what every operator on it requires of its arguments."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Logits divided by less, or by more, leave what float32 can hold or tell apart.
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class VocabularySlice:
+    """This process's part of a vocabulary that is split over the processes of `group`, in rank order: [first, first + own rows).
+
+    `total` is the whole vocabulary, `largest` the largest slice.
+    """
+
+    group: dist.ProcessGroup
+    first: int
+    total: int
+    largest: int
+
+    @classmethod
+    def of(cls, weight: Tensor, group: dist.ProcessGroup) -> VocabularySlice:
+        sizes = [torch.zeros(1, dtype=torch.int64, device=weight.device) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(sizes, torch.tensor([weight.shape[0]], device=weight.device), group=group)
+        rows = [int(size) for size in sizes]
+        return cls(group, sum(rows[: dist.get_rank(group)]), sum(rows), max(rows))
+
+    def sum(self, values: Tensor) -> Tensor:
+        dist.all_reduce(values, dist.ReduceOp.SUM, group=self.group)
+        return values
+
+    def maximum(self, values: Tensor) -> Tensor:
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
+        return values
+
+
+@dataclass(frozen=True)
+class Head:
+    """`logits = softcap * tanh((h W^T + bias) / softcap)`, without `softcap` h W^T + bias; then divided by the temperature.
+
+    weight: [V, H], bias: [V] or None; of a split vocabulary, this process's rows of both.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    softcap: float | None = None
+    slice: VocabularySlice | None = None
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None, softcap: float | None, group: dist.ProcessGroup | None) -> Head:
+        return cls(weight, bias, softcap, None if group is None else VocabularySlice.of(weight, group))
+
+    @property
+    def vocabulary(self) -> int:
+        """Of all processes."""
+        return self.weight.shape[0] if self.slice is None else self.slice.total
+
+    @property
+    def largest_slice(self) -> int:
+        """The same on every process of a split vocabulary, as must be what is derived from it."""
+        return self.weight.shape[0] if self.slice is None else self.slice.largest
+
+    def own(self, targets: Tensor) -> Tensor:
+        """[n] int64 token ids as rows of this process's weight; -1 where another process has them."""
+        if self.slice is None:
+            return targets
+        local = targets - self.slice.first
+        return torch.where((local >= 0) & (local < self.weight.shape[0]), local, -1)
+
+
+def working_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """float32 for half and single precision (logits are never rounded to bf16), float64 for float64."""
+    return torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
+
+
+def check_head(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, softcap: float | None) -> None:
+    """What every operator on (hidden, weight, targets) requires; raises ValueError or TypeError, naming the argument."""
+    for name, tensor in (("hidden", hidden), ("weight", weight), ("targets", targets), ("bias", bias)):
+        if not isinstance(tensor, Tensor) and not (name == "bias" and tensor is None):
+            raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a tensor")
+        if hasattr(tensor, "placements"):
+            raise TypeError(
+                f"{name} is a DTensor, sharded by FSDP2 or tensor parallelism; compute the loss inside the wrapped module's forward, where "
+                "FSDP2's weights are whole (see grpo_kernels.LossModule), or pass the local slice and its process group as group="
+            )
+    if hidden.dim() not in (2, 3):
+        raise ValueError(f"hidden has shape {tuple(hidden.shape)}; it must be [rows, H] or [batch, length, H]")
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise ValueError(f"weight has shape {tuple(weight.shape)}; it must be [V, H] with hidden's H = {hidden.shape[-1]}")
+    if weight.shape[0] < 1 or weight.shape[1] < 1:
+        raise ValueError(f"weight has shape {tuple(weight.shape)}; V and H must be at least 1")
+    if targets.shape != hidden.shape[:-1] or targets.dtype not in _INTEGERS:
+        raise ValueError(
+            f"targets has shape {tuple(targets.shape)} and dtype {targets.dtype}; "
+            f"it must hold integer ids of shape {tuple(hidden.shape[:-1])}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be [V], {tuple(weight.shape[:1])}")
+    for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.dtype not in _DTYPES:
+            raise ValueError(f"{name} has dtype {tensor.dtype}; it must be float16, bfloat16, float32 or float64")
+    for name, tensor in (("weight", weight), ("targets", targets), ("bias", bias)):
+        if tensor is not None and tensor.device != hidden.device:
+            raise ValueError(f"{name} is on {tensor.device}, hidden on {hidden.device}; all tensors must be on one device")
+    if softcap is not None and not 0.0 < softcap < math.inf:
+        raise ValueError(f"softcap is {softcap}; it must be None or a finite number above 0")
+
+
+def check_targets(targets: Tensor, rows: Tensor, vocabulary: int) -> None:
+    """`targets` [n] are those of the flattened input's `rows` [n]."""
+    bad = (targets < 0) | (targets >= vocabulary)
+    if bool(bad.any()):
+        first = int(bad.nonzero()[0])
+        raise ValueError(
+            f"targets holds {int(targets[first])} at row {int(rows[first])}; "
+            f"an unmasked target must be in [0, {vocabulary}), the rows of weight"
+        )
+
+
+def row_temperatures(temperature: float | Tensor, targets: Tensor) -> Tensor:
+    """[rows] of the flattened targets, from one number or a tensor of the targets' shape; float64, so that its inverse is exact enough.
+
+    Raises:
+        ValueError: where one is outside of the range, or the shape is another.
+    """
+    if isinstance(temperature, Tensor) and temperature.dim():
+        if temperature.shape != targets.shape:
+            raise ValueError(f"temperature has shape {tuple(temperature.shape)}; it must be one number or of shape {tuple(targets.shape)}")
+        rows = temperature.detach().to(targets.device).reshape(-1).double()
+    else:
+        rows = torch.full((targets.numel(),), float(temperature), dtype=torch.float64, device=targets.device)
+        if not MIN_TEMPERATURE <= float(temperature) <= MAX_TEMPERATURE:
+            raise ValueError(f"temperature is {float(temperature)}; it must be from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}")
+    return rows
+
+
+def check_temperatures(temperatures: Tensor, rows: Tensor) -> None:
+    """Those of the rows that are computed; a masked row may hold anything."""
+    bad = ~((temperatures >= MIN_TEMPERATURE) & (temperatures <= MAX_TEMPERATURE))
+    if bool(bad.any()):
+        first = int(bad.nonzero()[0])
+        raise ValueError(
+            f"temperature holds {float(temperatures[first])} at row {int(rows[first])}; "
+            f"it must be from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}"
+        )

@@ -1,0 +1,230 @@
+"""The pass of one chunk of rows through the head: log-probabilities, entropies, and the gradients of what is made of them.
+
+Anchored softmax. With the target's logit x_y (one dot product per row, known before any GEMM) as the softmax offset,
+E_j = exp(x_j - x_y) needs no maximum, no second pass over the logits and no rescaling:
+
+    s = sum over j != y of E_j      logp = -log1p(s)      1 - p_y = s / (1 + s)      H = -logp - sum_j E_j (x_j - x_y) / (1 + s)
+
+and with c = d loss / d logp the gradients are d h = a (sum_j E_j W_j - s W_y) and d W = E'^T (a h), a = -c / ((1 + s) T),
+E'_y = -s: the row scale comes after GEMM 2, so that a tile of W serves GEMM 1 and GEMM 2 while it is in the cache. Leaving the target out
+of the sum keeps 1 - p_y exact when p_y -> 1, where "1 - p" has lost every digit. The target was sampled, so E is bounded by 1 / p_y; a row
+for which that is too large takes the maximum as its offset instead.
+
+A soft cap, or an entropy H in the loss with e = d loss / d H, makes the gradient more than a row scale of E:
+
+    d x_j = -p_j (c + e (log p_j + H)) for j != y,      d x_y = c (1 - p_y) - e p_y (log p_y + H)
+
+Then the distances x_j - x_y are kept in place of E, and GEMM 2 and GEMM 3 follow when c and e are known.
+
+A vocabulary that is split over processes needs x_y from its owner and one sum of (s, sum E d).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.backends import Backend, ChunkRows, Sweep
+from grpo_kernels.backends.base import Keep, LogitSlopes, ParameterGradients
+from grpo_kernels.head import Head
+from grpo_kernels.softmax import Statistics, is_extreme, target_slope
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which gradients a pass makes; `entropy`: whether the loss depends on the entropy."""
+
+    hidden: bool = False
+    weight: bool = False
+    bias: bool = False
+    entropy: bool = False
+
+    @classmethod
+    def by(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, *, entropy: bool) -> Wanted:
+        """Those of the tensors that require one, where gradients are enabled."""
+        enabled = torch.is_grad_enabled()
+        return cls(
+            hidden=enabled and hidden.requires_grad,
+            weight=enabled and weight.requires_grad,
+            bias=enabled and bias is not None and bias.requires_grad,
+            entropy=entropy,
+        )
+
+    @property
+    def any(self) -> bool:
+        return self.hidden or self.weight or self.bias
+
+
+@dataclass
+class SoftmaxChunk:
+    """A chunk's statistics, [n] float32 (float64 where an input is), and what its gradients need.
+
+    logprobs: of the targets. entropy: in nats, of each row. complement: 1 - p_y. total: Z = sum over j of exp(x_j - o). log_total: its
+    logarithm. offset: o, the target's logit x_y; for a row whose target is very unlikely, the row's maximum. target_logits: x_y.
+    """
+
+    rows: ChunkRows
+    sweep: Sweep
+    logprobs: Tensor
+    entropy: Tensor
+    complement: Tensor
+    total: Tensor
+    log_total: Tensor
+    offset: Tensor
+    target_logits: Tensor
+    target_rows: Tensor
+
+
+class HeadPass:
+    """Chunks go through `forward` and then, where gradients are wanted, through `backward` before the next `forward`."""
+
+    def __init__(self, head: Head, backend: Backend, dtype: torch.dtype, wanted: Wanted) -> None:
+        """`dtype`: of the arithmetic, see `working_dtype`."""
+        self._head, self._backend, self._dtype, self._wanted = head, backend, dtype, wanted
+        self._by_distances = wanted.any and (wanted.entropy or head.softcap is not None)
+        device = head.weight.device
+        # The first chunk overwrites them; fresh memory need not be cleared.
+        self._gradients = ParameterGradients(
+            weight=torch.empty(head.weight.shape, dtype=dtype, device=device) if wanted.weight else None,
+            bias=torch.empty(head.weight.shape[0], dtype=dtype, device=device) if wanted.bias else None,
+        )
+        self.rows_per_chunk = backend.rows_per_chunk(head.largest_slice)
+
+    def forward(self, hidden: Tensor, targets: Tensor, temperatures: Tensor, *, gradients: bool = True) -> SoftmaxChunk:
+        """`hidden` [n, H], `targets` [n] int64 over the whole vocabulary, `temperatures` [n]. Without `gradients` nothing is kept."""
+        head = self._head
+        inverse_temperature = temperatures.double().reciprocal()
+        rows = ChunkRows(hidden.to(self._dtype), head.own(targets).contiguous(), inverse_temperature.to(self._dtype))
+        target_rows, target_logits = self._target_logits(rows, inverse_temperature)
+        offset = target_logits.to(self._dtype, copy=True)  # a redone row gets another
+        sweep = self._sweep(rows, offset, gradients)
+        extreme = is_extreme(sweep.others)
+        if bool(extreme.any()):
+            self._redo(extreme.nonzero()[:, 0], rows, offset, sweep, gradients)
+        statistics = Statistics.of(sweep.others, sweep.weighted, target_logits - offset.double())
+        return SoftmaxChunk(
+            rows=rows,
+            sweep=sweep,
+            logprobs=statistics.logprobs.to(self._dtype),
+            entropy=statistics.entropy.to(self._dtype),
+            complement=statistics.complement.to(self._dtype),
+            total=statistics.total.to(self._dtype),
+            log_total=statistics.log_total.to(self._dtype),
+            offset=offset,
+            target_logits=target_logits.to(self._dtype),
+            target_rows=target_rows,
+        )
+
+    def backward(self, chunk: SoftmaxChunk, slope: Tensor, entropy_slope: Tensor) -> Tensor | None:
+        """The gradient of `hidden`, [n, H], where wanted; those of the weights are added up. Of a split vocabulary it is this process's
+        share. `slope` is d loss / d logp and `entropy_slope` d loss / d entropy, [n]."""
+        if self._by_distances:
+            return self._backward_by_distances(chunk, slope, entropy_slope)
+        return self._backward_by_exponentials(chunk, slope)
+
+    def parameter_gradients(self) -> tuple[Tensor | None, Tensor | None]:
+        """Of weight [V, H] and bias [V], where wanted, in the working dtype."""
+        gradients = (self._gradients.weight, self._gradients.bias)
+        if self._gradients.fresh:
+            for gradient in gradients:
+                if gradient is not None:
+                    gradient.zero_()
+        return gradients
+
+    def _target_logits(self, rows: ChunkRows, inverse_temperature: Tensor) -> tuple[Tensor, Tensor]:
+        """W_y, [n, H], with zeros where another process has it, and x_y, [n] float64."""
+        head = self._head
+        here = rows.targets >= 0
+        at = rows.targets.clamp(min=0)
+        target_rows = head.weight[at].to(self._dtype)
+        logits = (rows.hidden * target_rows).sum(1, dtype=torch.float64)
+        if head.bias is not None:
+            logits += head.bias[at]
+        if head.slice is not None:
+            target_rows = torch.where(here[:, None], target_rows, 0.0)
+            logits = head.slice.sum(torch.where(here, logits, 0.0))
+        if head.softcap is not None:
+            logits = head.softcap * torch.tanh(logits / head.softcap)
+        return target_rows, logits * inverse_temperature
+
+    def _sweep(self, rows: ChunkRows, offset: Tensor, gradients: bool) -> Sweep:
+        keep: Keep = "nothing"
+        if gradients and self._by_distances:
+            keep = "distances"
+        elif gradients and (self._wanted.weight or self._wanted.bias):
+            keep = "exponentials"
+        weighted_rows = gradients and self._wanted.hidden and not self._by_distances
+        sweep = self._backend.sweep(self._head, rows, offset, keep=keep, weighted_rows=weighted_rows)
+        if self._head.slice is not None:
+            sweep.others, sweep.weighted = self._head.slice.sum(torch.stack([sweep.others, sweep.weighted]))
+        return sweep
+
+    def _redo(self, at: Tensor, rows: ChunkRows, offset: Tensor, sweep: Sweep, gradients: bool) -> None:
+        """Rows `at` once more, with their largest logit as the offset."""
+        few = ChunkRows(rows.hidden[at], rows.targets[at].contiguous(), rows.inverse_temperature[at])
+        maximum = self._backend.row_maximum(self._head, few)
+        if self._head.slice is not None:
+            self._head.slice.maximum(maximum)
+        self._backend.release()  # the chunk's kept entries stay where they are; the few rows get memory of their own
+        again = self._sweep(few, maximum, gradients)
+        offset[at], sweep.others[at], sweep.weighted[at] = maximum, again.others, again.weighted
+        if sweep.kept is not None and again.kept is not None:
+            sweep.kept[:, at] = again.kept
+        if sweep.weighted_rows is not None and again.weighted_rows is not None:
+            sweep.weighted_rows[at] = again.weighted_rows
+
+    def _backward_by_exponentials(self, chunk: SoftmaxChunk, slope: Tensor) -> Tensor | None:
+        rows, kept = chunk.rows, chunk.sweep.kept
+        scale = -slope / chunk.total * rows.inverse_temperature
+        others = chunk.sweep.others.to(self._dtype)
+        if kept is not None:
+            columns = (rows.targets >= 0).nonzero()[:, 0]
+            kept[rows.targets[columns], columns] = -others[columns]
+            self._backend.add_exponentials(kept, scale, scale[:, None] * rows.hidden, self._gradients)
+        if chunk.sweep.weighted_rows is None:
+            return None
+        return scale[:, None] * (chunk.sweep.weighted_rows - others[:, None] * chunk.target_rows)
+
+    def _backward_by_distances(self, chunk: SoftmaxChunk, slope: Tensor, entropy_slope: Tensor) -> Tensor | None:
+        rows, kept = chunk.rows, chunk.sweep.kept
+        assert kept is not None
+        target_gradient = target_slope(slope, entropy_slope, chunk.logprobs, chunk.entropy, chunk.complement) * rows.inverse_temperature
+        if self._head.softcap is not None:
+            target_gradient *= 1.0 - (chunk.target_logits / (rows.inverse_temperature * self._head.softcap)).square()
+        hidden_gradient = torch.zeros_like(rows.hidden) if self._wanted.hidden else None
+        slopes = LogitSlopes(
+            offset=chunk.offset,
+            log_total=chunk.log_total,
+            slope=slope + entropy_slope * chunk.entropy,
+            entropy_slope=entropy_slope.contiguous(),
+            target_gradient=target_gradient,
+        )
+        self._backend.add_distances(self._head, rows, kept, slopes, hidden_gradient, self._gradients)
+        return hidden_gradient
+
+
+def balanced(rows: int, most: int) -> Iterator[slice]:
+    """[0, rows) in as few pieces of at most `most` as there can be, of nearly equal size: a short last one would starve the GEMMs.
+
+    A multiple of 16 rows each, as far as `most` allows, for aligned vectors.
+    """
+    pieces = -(-rows // most)
+    size = min(most, -(-rows // max(pieces, 1) // 16) * 16)
+    for begin in range(0, rows, max(size, 1)):
+        yield slice(begin, min(begin + size, rows))
+
+
+@contextmanager
+def exact_products(device: torch.device) -> Iterator[None]:
+    """Float32 products as float32: no autocast, no TF32 or bf16 passes whatever the caller's `set_float32_matmul_precision`."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
