@@ -50,6 +50,24 @@ class GRPOLoss:
     policy_weight: Tensor
     computed: Tensor
 
+    def metrics(self) -> dict[str, float]:
+        """Means over the computed rows for a log; 0 where there are none. `dropped` is the share of rows whose policy weight is 0, and the
+        rollout ratios are the raw ones, so that a correction that silently drops whole sequences shows (TRL #4772, #5231)."""
+        rows = self.computed
+        count = max(int(rows.sum()), 1)
+        ratio = self.rollout_ratio[rows].double()
+        if not ratio.numel():
+            ratio = ratio.new_ones(1)
+        names = ("entropy", "ratio", "kl", "clipped_low", "clipped_high")
+        means = {name: float(getattr(self, name).double().sum()) / count for name in names}
+        return {
+            **means,
+            "rollout_ratio_min": float(ratio.min()),
+            "rollout_ratio_mean": float(ratio.mean()),
+            "rollout_ratio_max": float(ratio.max()),
+            "dropped": float((rows & (self.policy_weight == 0)).sum()) / count,
+        }
+
 
 def linear_grpo_loss(
     hidden: Tensor,

@@ -7,13 +7,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
 
+from grpo_kernels import Objective
 from grpo_kernels.backends import cpu
 from grpo_trainer.cli import main
-from grpo_trainer.config import Config, keys, load_config
+from grpo_trainer.config import Config, Preset, keys, load_config
 from grpo_trainer.errors import UserError
 from tiny import write_model
 
@@ -79,6 +81,11 @@ def test_presets(tmp_path: Path) -> None:
     assert (built.aggregation, built.constant_length, scale) == ("constant", 33, "none")
     built, scale = objective("objective.preset=dapo", "objective.kl_coef=0.1", "objective.kl=k1")
     assert (built.aggregation, built.clip_high, built.kl, built.kl_coef, scale) == ("token", 0.28, "k1", 0.1, "group")
+    built, scale = objective("objective.preset=rloo", "objective.entropy_coef=0.01")
+    assert (built.policy_loss, built.constant_length, built.entropy_coef, scale) == ("reinforce", 1, 0.01, "none")
+    for preset in get_args(Preset):
+        built, _ = objective(f"objective.preset={preset}", "sampling.max_new_tokens=33")
+        assert built == getattr(Objective, preset)(**({"constant_length": 33} if preset == "dr_grpo" else {}))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +106,9 @@ def test_presets(tmp_path: Path) -> None:
         (["steps=1e2"], "steps is 1e2; it must be a valid integer"),
         (["steps=0"], "steps is 0; it must be greater than or equal to 1"),
         (["steps=2.5"], "steps is 2.5; it must be a valid integer"),
-        (["objective.preset=ppo"], "objective.preset is 'ppo'; it must be 'grpo', 'dr_grpo' or 'dapo'"),
+        (["objective.preset=ppo"], "objective.preset is 'ppo'; it must be 'grpo', 'dr_grpo', 'dapo', 'gspo'"),
+        (["objective.preset=cispo", "objective.max_ratio=9"], "objective.max_ratio is 9.0, but policy_loss is 'cispo'; only 'clip' has it"),
+        (["objective.max_ratio=1.1"], "objective.max_ratio is 1.1; it must be finite and at least 1.2"),
         (["objective.clip_low=1.5"], "objective.clip_low is 1.5; it must be less than or equal to 1"),
         (["task.name=chess"], "task.name is 'chess'; it must be one of 'arithmetic', 'countdown'"),
         (["task=chess"], "task"),

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
-from grpo_trainer.config import validate
+from grpo_trainer.config import Preset, validate
 from grpo_trainer.errors import UserError
 from grpo_trainer.learner import Learner
 from grpo_trainer.run import start_run
@@ -17,7 +18,7 @@ from grpo_trainer.tasks import Score
 from runs import Digits, run_to_end, settings, weights
 
 
-@pytest.mark.parametrize("preset", ["grpo", "dr_grpo", "dapo"])
+@pytest.mark.parametrize("preset", ["grpo", "dr_grpo", "dapo", "gspo", "rloo"])
 def test_a_small_model_learns(tmp_path: Path, digits: None, preset: str) -> None:
     run = start_run(validate(settings(tmp_path, steps=50, prompts_per_step=8, group_size=8, objective={"preset": preset})))
     rows = run_to_end(run)
@@ -30,6 +31,13 @@ def test_a_small_model_learns(tmp_path: Path, digits: None, preset: str) -> None
     assert after["step"] == 50
     assert after["sampled_accuracy"] > before["sampled_accuracy"]
     assert all(row["ratio/mean"] == pytest.approx(1.0) and row["clip/low"] == row["clip/high"] == 0 for row in rows)
+
+
+@pytest.mark.parametrize("preset", get_args(Preset))
+def test_every_preset_trains_with_several_updates(tmp_path: Path, digits: None, preset: str) -> None:
+    changes = {"preset": preset, "kl_coef": 0.1, "entropy_coef": 0.01}
+    rows = run_to_end(start_run(validate(settings(tmp_path, steps=2, updates_per_step=2, objective=changes))))
+    assert all(row["updates"] == 2 and row["grad_norm"] > 0 and math.isfinite(row["loss"]) for row in rows)
 
 
 def test_several_updates_and_a_kl_penalty(tmp_path: Path, digits: None) -> None:

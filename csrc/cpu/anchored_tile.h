@@ -7,7 +7,8 @@ namespace grpo {
 // tile [rows, cols] (row stride `stride`, in floats): row r is vocabulary entry v0 + r, column j is a token; holds <W[v0+r], h_j>.
 // With z = tile + bias[r], capped to softcap * tanh(z / softcap), the distance is d = z * inverse_temperature[j] - offset[j].
 // On return the tile holds E = exp(d) with E = 0 where v0 + r == targets[j], or with `keep_distances` d itself (any value at the target);
-// sum[j] += sum_r E and weighted_sum[j] += sum_r E * d, both without the target. A NaN logit makes both NaN.
+// sum[j] += sum_r E and weighted_sum[j] += sum_r E * d, both without the target. A NaN logit makes both NaN. Distances are held at
+// -87.3, where E is 1e-38, and a product of minus infinity is there too, softcap or not: it is how the target is left out.
 struct AnchoredTile {
   float* tile;
   int64_t rows, cols, stride;

@@ -19,7 +19,7 @@ inline Floats load(const float* p) {
 inline void store(float* p, Floats v) { memcpy(p, &v, sizeof v); }
 
 // exp by range reduction x = k ln2 + r, |r| <= ln2/2, and a degree-6 polynomial (Cephes expf): relative error below 2e-7.
-// The argument is at least -87.3 (see `difference`) and is held at 88: 2^k is then a normal float, and sums of larger terms overflow
+// The argument is at least -87.3 (see `distance`) and is held at 88: 2^k is then a normal float, and sums of larger terms overflow
 // to infinity, which the caller tests for. The comparison is written so that NaN passes through, and 2^k is multiplied (not added to
 // the exponent bits) so that it stays NaN.
 inline Floats exponential(Floats x) {

@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from grpo_kernels import Objective
-from grpo_kernels.advantages import AdvantageScale
+from grpo_kernels.advantages import AdvantageBaseline, AdvantageScale
 from grpo_kernels.backends.selection import BackendName
 from grpo_kernels.head import MAX_TEMPERATURE, MIN_TEMPERATURE
 from grpo_kernels.objective import KLEstimator
@@ -45,32 +45,37 @@ class SamplingConfig(Section):
     rows: int = Field(256, ge=1, description="completions decoded at once")
 
 
+Preset = Literal["grpo", "dr_grpo", "dapo", "gspo", "gmpo", "cispo", "sapo", "vespo", "luspo", "reinforce", "rloo"]
+
+
 class ObjectiveConfig(Section):
-    preset: Literal["grpo", "dr_grpo", "dapo"] = Field("grpo", description="how tokens are averaged, and the defaults below")
-    clip_low: float | None = Field(None, ge=0, le=1, description="lower clip of the ratio (preset: 0.2)")
-    clip_high: float | None = Field(None, ge=0, description="upper clip of the ratio (preset: 0.2; dapo 0.28)")
+    preset: Preset = Field("grpo", description="the loss, how tokens are averaged, and the defaults below")
+    clip_low: float | None = Field(None, ge=0, le=1, description="lower clip of the ratio (preset: 0.2; gspo 3e-4, gmpo 0.4)")
+    clip_high: float | None = Field(
+        None, ge=0, description="upper clip of the ratio (preset: 0.2; dapo 0.28, gspo 4e-4, gmpo 0.4, cispo 4)"
+    )
+    max_ratio: float | None = Field(None, ge=1, description="upper bound of the ratio where the advantage is negative (dual clip)")
     kl_coef: float = Field(0.0, ge=0, description="weight of the KL penalty; above 0, a frozen reference copy of the model is kept")
     kl: KLEstimator = Field("k3", description="KL estimator: k1, k2 or k3")
-    advantage_scale: AdvantageScale | None = Field(None, description="divide advantages by the std of: group, batch, none (dr_grpo: none)")
+    kl_ratio_corrected: bool = Field(False, description="multiply the KL estimate by the ratio: k3 then has the gradient of the reverse KL")
+    entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy bonus, per token")
+    advantage_scale: AdvantageScale | None = Field(
+        None, description="divide advantages by the std of: group, batch, none (dr_grpo, rloo: none)"
+    )
 
     def build(self, max_new_tokens: int) -> Objective:
-        presets = {
-            "grpo": Objective.grpo(),
-            "dr_grpo": Objective.dr_grpo(constant_length=max_new_tokens),
-            "dapo": Objective.dapo(),
+        changes = {
+            name: value for name, value in self.model_dump().items() if name not in ("preset", "advantage_scale") and value is not None
         }
-        base = presets[self.preset]
-        return Objective(
-            clip_low=base.clip_low if self.clip_low is None else self.clip_low,
-            clip_high=base.clip_high if self.clip_high is None else self.clip_high,
-            kl=self.kl,
-            kl_coef=self.kl_coef,
-            aggregation=base.aggregation,
-            constant_length=base.constant_length,
-        )
+        if self.preset == "dr_grpo":
+            return Objective.dr_grpo(constant_length=max_new_tokens, **changes)
+        return getattr(Objective, self.preset)(**changes)
 
     def scale(self) -> AdvantageScale:
-        return self.advantage_scale or ("none" if self.preset == "dr_grpo" else "group")
+        return self.advantage_scale or ("none" if self.preset in ("dr_grpo", "rloo") else "group")
+
+    def baseline(self) -> AdvantageBaseline:
+        return "leave_one_out" if self.preset == "rloo" else "mean"
 
 
 class OptimizerConfig(Section):
@@ -124,6 +129,10 @@ class Config(Section):
             raise ValueError(f"task.held_out is {self.task.held_out}; there are only {total} sums, and training needs some")
         if self.task.name == "countdown" and self.task.data is None and self.task.held_out >= self.task.size:
             raise ValueError(f"task.held_out is {self.task.held_out}; it must be less than task.size = {self.task.size}")
+        try:
+            self.objective.build(self.sampling.max_new_tokens)
+        except ValueError as error:
+            raise ValueError(f"objective.{error}") from None
         return self
 
 

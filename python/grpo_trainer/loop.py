@@ -93,7 +93,7 @@ def rollout(run: Run, examples: list[EncodedExample], step: int) -> list[Group]:
         groups.append(Group(example.example, example.ids, group, scores, torch.zeros(len(group))))
     rewards = torch.tensor([score.reward for group in groups for score in group.scores], dtype=torch.float64)
     sizes = [len(group.completions) for group in groups]
-    advantages = group_advantages(rewards, sizes=sizes, scale=config.objective.scale())
+    advantages = group_advantages(rewards, sizes=sizes, scale=config.objective.scale(), baseline=config.objective.baseline())
     for scored, values in zip(groups, advantages.split(sizes), strict=True):
         scored.advantages = values
     return groups
