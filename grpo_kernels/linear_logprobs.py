@@ -19,7 +19,7 @@ from grpo_kernels.packing import RowLayout
 class TokenLogprobs:
     """float32 (float64 for float64 inputs) tensors of the targets' shape: log-probability of the target, and entropy, in nats.
 
-    Both are 0 at masked rows, and both carry gradients.
+    Both carry gradients. Both are 0 at masked rows, so a mean is their sum by a count of your own, over all pieces of a step.
     """
 
     logprobs: Tensor
@@ -41,8 +41,8 @@ def linear_logprobs(
     """Log-probabilities and entropies without ever holding [rows, vocabulary] logits.
 
     Without gradients (a reference or old-policy pass) one matrix product, and nothing is stored. With gradients the backward pass computes
-    the logits again, four products in all, for rows only whose upstream gradient is not 0; what is stored is [rows]. For the GRPO loss
-    itself `linear_grpo_loss` needs three.
+    the logits again, four products in all, for rows only whose upstream gradient is not 0; what is stored is [rows]. A loss whose slopes
+    are known with the log-probabilities needs three, by `linear_grpo_loss`: GRPO, or with advantages of 1 and `Objective.reinforce()` SFT.
 
     Args: as `linear_grpo_loss`.
 

@@ -53,7 +53,7 @@ class LossRows:
 
     `rows` [n] int64 are indices into the flattened input, in order; every other tensor is [n] and aligned with them, but for `lengths`,
     [sequences]. `objective` is without its rollout correction where that is in `policy_weight` already; `rollout_ratio` is then its ratio.
-    `shares` and `bonus` are the weights of a token's loss and of its entropy.
+    `shares` and `bonus`, float64, are the weights of a token's loss and of its entropy.
     """
 
     objective: Objective
@@ -106,7 +106,7 @@ class LossRows:
             shares=objective.token_shares(layout.mask, layout.sequence_of_row, lengths, counts)[counted],
             policy_weight=torch.ones_like(advantages),
             rollout_ratio=torch.ones_like(advantages),
-            bonus=torch.full_like(advantages, objective.entropy_coef / max(counts.tokens, 1)),
+            bonus=torch.full_like(advantages, objective.entropy_coef / max(counts.tokens, 1), dtype=torch.float64),
             entropy_threshold=_scalar(inputs.entropy_threshold, counted.device),
             picks_by_entropy=objective.top_entropy < 1.0 and inputs.entropy_threshold is None,
         )
@@ -188,7 +188,7 @@ class LossRows:
     def value(self, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, TokenLoss]:
         """The loss of these rows, a scalar summed in float64, and what it is made of."""
         tokens = self.objective.evaluate(self.batch(logprobs, entropy))
-        loss = (tokens.loss.double() * self.shares).sum() - (entropy.double() * self.bonus).sum()
+        loss = (tokens.loss * self.shares).sum() - (entropy * self.bonus).sum()
         return loss.to(logprobs.dtype), replace(tokens, rollout_ratio=self.rollout_ratio * tokens.rollout_ratio)
 
     def slopes(self, logprobs: Tensor, entropy: Tensor) -> Tensor:

@@ -317,7 +317,7 @@ class Objective:
         if self.off_policy_threshold is not None:
             weight = weight * self._on_policy(batch)
         if batch.entropy_threshold is not None:
-            weight = weight * (batch.entropy.double() >= batch.entropy_threshold)
+            weight = weight * (batch.entropy >= batch.entropy_threshold.to(batch.entropy.dtype))
         policy = self._policy_loss(batch, ratio, token_log_ratio)
         loss = torch.where(weight != 0, policy * weight, 0.0)
         kl = torch.zeros_like(batch.logprobs)
@@ -382,16 +382,16 @@ class Objective:
         return none, none
 
     def token_shares(self, mask: Tensor, sequence_of_row: Tensor, lengths: Tensor, counts: LossCounts) -> Tensor:
-        """Each row's share of the average, [rows] float32: `sum(shares * losses)` over all pieces of a batch is the loss.
+        """Each row's share of the average, [rows] float64: `sum(shares * losses)` over all pieces of a batch is the loss.
 
         `mask` is [rows] bool, `sequence_of_row` [rows] int64, `lengths` [sequences] the tokens of each sequence that count.
         """
         if self.aggregation == "token":
-            return mask.float() / max(counts.tokens, 1)  # .float(): a bool tensor would be divided in torch's default dtype
+            return mask.double() / max(counts.tokens, 1)
         if self.aggregation == "constant":
             assert self.constant_length is not None
-            return mask.float() / (max(counts.sequences, 1) * self.constant_length)
-        return mask.float() / (max(counts.sequences, 1) * lengths.clamp(min=1)[sequence_of_row]).float()
+            return mask.double() / (max(counts.sequences, 1) * self.constant_length)
+        return mask.double() / (max(counts.sequences, 1) * lengths.clamp(min=1)[sequence_of_row])
 
 
 def kl_estimate(kl: KLEstimator, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -414,9 +414,11 @@ def top_entropy_threshold(entropy: Tensor, mask: Tensor | None = None, *, fracti
     values = entropy.detach().reshape(-1).double() if mask is None else entropy.detach()[mask.to(entropy.device) != 0].double()
     if values.numel() == 0:
         return math.inf
-    # torch.quantile refuses more than 2^24 values.
-    position = (1.0 - fraction) * (values.numel() - 1)
-    below = min(int(position), values.numel() - 1)
+    # torch.quantile refuses more than 2^24 values. Not (1 - fraction) (n - 1), whose rounding would put the threshold above a value that
+    # it should be.
+    last = values.numel() - 1
+    position = last - fraction * last
+    below = int(position)
     ordered = values.sort().values[below : below + 2]
     return float(torch.lerp(ordered[0], ordered[-1], position - below))
 

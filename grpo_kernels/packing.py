@@ -103,7 +103,7 @@ class RowLayout:
         return given
 
     def per_row(self, name: str, values: Tensor, *, per_sequence: bool = False) -> Tensor:
-        """`values` as [rows] float32: of the caller's shape, or with `per_sequence` also one value per sequence."""
+        """`values` as [rows] in float32, or float64 where they are: of the caller's shape, or with `per_sequence` also one value per sequence."""
         if per_sequence and values.shape == self.shape == (self.sequences,) and not self._one_row_each():
             raise ValueError(
                 f"{name} has shape {tuple(values.shape)}, which fits the rows and, as some sequences are empty, the sequences too; "
@@ -112,12 +112,14 @@ class RowLayout:
         values = values.detach().to(self.mask.device)
         if not values.dtype.is_floating_point:
             raise ValueError(f"{name} has dtype {values.dtype}; it must be floating point")
+        if values.dtype != torch.float64:
+            values = values.float()
         if values.shape == self.shape:
-            return values.reshape(-1).float()
+            return values.reshape(-1)
         allowed = [tuple(self.shape)]
         if per_sequence and self.sequences is not None:
             if values.shape == (self.sequences,):
-                return values.float()[self.sequence_of_row]
+                return values[self.sequence_of_row]
             allowed.append((self.sequences,))
         hint = " (one value per sequence needs cu_seqlens)" if per_sequence and self.sequences is None else ""
         raise ValueError(f"{name} has shape {tuple(values.shape)}; it must be {' or '.join(map(str, allowed))}{hint}")
