@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grpo_kernels import logits
 from grpo_kernels.backends import select_backend
-from grpo_kernels.head import Head, check_head, working_dtype
+from grpo_kernels.head import Head, check_head, check_support, working_dtype
 from grpo_kernels.head_pass import Wanted
 from grpo_kernels.linear_logprobs import LogprobJob, TokenLogprobs
 from grpo_kernels.linear_loss import GRPOLoss, LossJob, compute
@@ -34,12 +34,13 @@ def compiled_linear_grpo_loss(
     inputs: LossInputs,
     temperature: float | Tensor,
     softcap: float | None,
+    support: Tensor | None,
     group: dist.ProcessGroup | None,
     backend: str,
 ) -> GRPOLoss:
     wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias)]
     results = _linear_grpo_loss(
-        hidden, weight, bias, targets, *_flat(inputs), *_heat(temperature), softcap, _group_name(group), backend, wanted
+        hidden, weight, bias, targets, *_flat(inputs), _heat(temperature), softcap, support, _group_name(group), backend, wanted
     )
     return GRPOLoss(results[0], *(field.detach() for field in results[1:10]))
 
@@ -52,14 +53,17 @@ def compiled_linear_logprobs(
     mask: Tensor | None,
     temperature: float | Tensor,
     softcap: float | None,
+    support: Tensor | None,
     group: dist.ProcessGroup | None,
     backend: str,
 ) -> TokenLogprobs:
-    return TokenLogprobs(*_linear_logprobs(hidden, weight, bias, targets, mask, *_heat(temperature), softcap, _group_name(group), backend))
+    return TokenLogprobs(
+        *_linear_logprobs(hidden, weight, bias, targets, mask, _heat(temperature), support, softcap, _group_name(group), backend)
+    )
 
 
 def compiled_selected_logprobs(logits: Tensor, targets: Tensor, mask: Tensor | None, temperature: float | Tensor) -> TokenLogprobs:
-    return TokenLogprobs(*_selected_logprobs(logits, targets, mask, *_heat(temperature))[:2])
+    return TokenLogprobs(*_selected_logprobs(logits, targets, mask, _heat(temperature))[:2])
 
 
 def compiled_loss(logprobs: Tensor, entropy: Tensor, inputs: LossInputs) -> GRPOLoss:
@@ -67,8 +71,14 @@ def compiled_loss(logprobs: Tensor, entropy: Tensor, inputs: LossInputs) -> GRPO
     return GRPOLoss(results[0], *(field.detach() for field in results[1:10]))
 
 
-def _heat(temperature: float | Tensor) -> tuple[Tensor | None, float]:
-    return (temperature, 1.0) if isinstance(temperature, Tensor) else (None, temperature)
+def _heat(temperature: float | Tensor) -> Tensor:
+    return temperature if isinstance(temperature, Tensor) else _number(temperature)
+
+
+def _number(value: float) -> Tensor:
+    """A number that may change from call to call, as a sum: torch.compile keeps that symbolic. As an argument of an op, or of torch.tensor,
+    it would be compiled anew for every value, and after eight of them refused."""
+    return torch.zeros((), dtype=torch.float64) + value
 
 
 def _group_name(group: dist.ProcessGroup | None) -> str:
@@ -85,18 +95,18 @@ def _flat(inputs: LossInputs) -> tuple[Any, ...]:
     return (
         inputs.advantages, inputs.cu_seqlens, inputs.old_logprobs, inputs.ref_logprobs, inputs.rollout_logprobs, inputs.mask,
         inputs.sequence_lengths, inputs.objective.key, None if counts is None else counts.tokens,
-        None if counts is None else counts.sequences, inputs.entropy_threshold,
+        None if counts is None else counts.sequences,
+        None if inputs.entropy_threshold is None else _number(inputs.entropy_threshold),
     )  # fmt: skip
 
 
 def _inputs(
     advantages: Tensor, cu_seqlens: Tensor | None, old: Tensor | None, ref: Tensor | None, rollout: Tensor | None, mask: Tensor | None,
-    sequence_lengths: Tensor | None, objective: str, tokens: int | None, sequences: int | None, entropy_threshold: float | None,
+    sequence_lengths: Tensor | None, objective: str, tokens: int | None, sequences: int | None, entropy_threshold: Tensor | None,
 ) -> LossInputs:  # fmt: skip
+    threshold = None if entropy_threshold is None else float(entropy_threshold)
     counts = None if tokens is None or sequences is None else LossCounts(tokens, sequences)
-    return LossInputs(
-        Objective.of_key(objective), advantages, cu_seqlens, old, ref, rollout, mask, counts, sequence_lengths, entropy_threshold
-    )
+    return LossInputs(Objective.of_key(objective), advantages, cu_seqlens, old, ref, rollout, mask, counts, sequence_lengths, threshold)
 
 
 def _fields(shape: torch.Size, like: Tensor) -> list[Tensor]:
@@ -109,15 +119,15 @@ def _fields(shape: torch.Size, like: Tensor) -> list[Tensor]:
 def _linear_grpo_loss(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, advantages: Tensor, cu_seqlens: Tensor | None,
     old: Tensor | None, ref: Tensor | None, rollout: Tensor | None, mask: Tensor | None, sequence_lengths: Tensor | None, objective: str,
-    tokens: int | None, sequences: int | None, entropy_threshold: float | None, temperatures: Tensor | None, temperature: float,
-    softcap: float | None, group: str, backend: str, wanted: list[bool],
+    tokens: int | None, sequences: int | None, entropy_threshold: Tensor | None, temperature: Tensor, softcap: float | None,
+    support: Tensor | None, group: str, backend: str, wanted: list[bool],
 ) -> list[Tensor]:  # fmt: skip
     """The fields of `GRPOLoss` and the gradients of hidden, weight and bias, empty where not wanted."""
     check_head(hidden, weight, targets, bias, softcap)
     inputs = _inputs(advantages, cu_seqlens, old, ref, rollout, mask, sequence_lengths, objective, tokens, sequences, entropy_threshold)
     head = Head.of(weight, bias, softcap, _group(group))
-    heat = temperature if temperatures is None else temperatures
-    job = LossJob.of(targets, inputs, heat, head, select_backend(backend, hidden.device))
+    check_support(support, _group(group))
+    job = LossJob.of(targets, inputs, temperature, support, head, select_backend(backend, hidden.device))
     flat = hidden.reshape(-1, hidden.shape[-1])
     outcome = compute(flat, job, Wanted(wanted[0], wanted[1], wanted[2], inputs.objective.entropy_coef != 0))
     gradients = [hidden.new_empty(0) if g is None else g for g in outcome.gradients]
@@ -138,14 +148,14 @@ def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *arg
 
 def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.save_for_backward(*output[10:])
-    ctx.dtypes = [None if t is None else t.dtype for t in inputs[:3]]
+    ctx.dtypes = [t.dtype if wants and t is not None else None for wants, t in zip(inputs[-1], inputs[:3], strict=True)]
     ctx.others = len(inputs) - 3
 
 
 def _scale_gradients(ctx: Any, upstream: list[Tensor | None]) -> tuple[Any, ...]:
     loss = upstream[0]
     gradients = [
-        None if loss is None or dtype is None or not gradient.numel() else (gradient * loss).to(dtype)
+        None if loss is None or dtype is None else (gradient * loss).to(dtype)
         for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
     ]
     return *gradients, *[None] * ctx.others
@@ -156,12 +166,13 @@ _linear_grpo_loss.register_autograd(_scale_gradients, setup_context=_keep_gradie
 
 @_op("grpo_kernels::linear_logprobs", mutates_args=())
 def _linear_logprobs(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, mask: Tensor | None, temperatures: Tensor | None,
-    temperature: float, softcap: float | None, group: str, backend: str,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, mask: Tensor | None, temperature: Tensor,
+    support: Tensor | None, softcap: float | None, group: str, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     check_head(hidden, weight, targets, bias, softcap)
-    heat = temperature if temperatures is None else temperatures
-    job = LogprobJob.of(targets, mask, heat, Head.of(weight, bias, softcap, _group(group)), select_backend(backend, hidden.device))
+    check_support(support, _group(group))
+    head = Head.of(weight, bias, softcap, _group(group))
+    job = LogprobJob.of(targets, mask, temperature, support, head, select_backend(backend, hidden.device))
     logprobs, entropy = job.forward(hidden.reshape(-1, hidden.shape[-1]))
     return logprobs.view(targets.shape), entropy.view(targets.shape)
 
@@ -175,11 +186,11 @@ def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *arg
 @_op("grpo_kernels::linear_logprobs_backward", mutates_args=())
 def _linear_logprobs_backward(
     logprob_gradient: Tensor, entropy_gradient: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor,
-    mask: Tensor | None, temperatures: Tensor | None, temperature: float, softcap: float | None, group: str, backend: str,
+    mask: Tensor | None, temperature: Tensor, support: Tensor | None, softcap: float | None, group: str, backend: str,
     wanted: list[bool],
 ) -> list[Tensor]:  # fmt: skip
-    heat = temperature if temperatures is None else temperatures
-    job = LogprobJob.of(targets, mask, heat, Head.of(weight, bias, softcap, _group(group)), select_backend(backend, hidden.device))
+    head = Head.of(weight, bias, softcap, _group(group))
+    job = LogprobJob.of(targets, mask, temperature, support, head, select_backend(backend, hidden.device))
     flat = hidden.reshape(-1, hidden.shape[-1])
     gradients = job.backward(flat, logprob_gradient.reshape(-1), entropy_gradient.reshape(-1), Wanted(*wanted))
     tensors = (hidden, weight, bias)
@@ -198,8 +209,8 @@ def _(
 
 
 def _keep_logprob_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:6])
-    ctx.settings = inputs[6:]
+    ctx.save_for_backward(*inputs[:7])
+    ctx.settings = inputs[7:]
 
 
 def _differentiate_logprobs(ctx: Any, logprob_gradient: Tensor | None, entropy_gradient: Tensor | None) -> tuple[Any, ...]:
@@ -216,11 +227,10 @@ _linear_logprobs.register_autograd(_differentiate_logprobs, setup_context=_keep_
 
 
 @_op("grpo_kernels::selected_logprobs", mutates_args=())
-def _selected_logprobs(
-    logits_: Tensor, targets: Tensor, mask: Tensor | None, temperatures: Tensor | None, temperature: float
-) -> list[Tensor]:
+def _selected_logprobs(logits_: Tensor, targets: Tensor, mask: Tensor | None, temperature: Tensor) -> list[Tensor]:
     """(logprobs, entropy), and what `SelectedJob.backward` needs."""
-    job = logits.SelectedJob.of(logits_, targets, mask, temperature if temperatures is None else temperatures)
+    logits.check_logits(logits_, targets, overwrite_logits=False)
+    job = logits.SelectedJob.of(logits_, targets, mask, temperature)
     saved = job.forward(logits_)
     return [saved[0].view(targets.shape).clone(), saved[1].view(targets.shape).clone(), saved]
 
@@ -234,9 +244,9 @@ def _(logits_: Tensor, targets: Tensor, *arguments: Any) -> list[Tensor]:
 @_op("grpo_kernels::selected_logprobs_backward", mutates_args=())
 def _selected_logprobs_backward(
     logprob_gradient: Tensor, entropy_gradient: Tensor, logits_: Tensor, targets: Tensor, mask: Tensor | None,
-    temperatures: Tensor | None, saved: Tensor, temperature: float,
+    temperature: Tensor, saved: Tensor,
 ) -> Tensor:  # fmt: skip
-    job = logits.SelectedJob.of(logits_, targets, mask, temperature if temperatures is None else temperatures)
+    job = logits.SelectedJob.of(logits_, targets, mask, temperature)
     return job.backward(logits_, saved, logprob_gradient.reshape(-1), entropy_gradient.reshape(-1), overwrite=False)
 
 
@@ -247,14 +257,13 @@ def _(logprob_gradient: Tensor, entropy_gradient: Tensor, logits_: Tensor, *argu
 
 def _keep_logits(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.save_for_backward(*inputs[:4], output[2])
-    ctx.temperature = inputs[4]
 
 
 def _differentiate_selected(ctx: Any, upstream: list[Tensor | None]) -> tuple[Any, ...]:
-    *tensors, saved = ctx.saved_tensors
-    zero = torch.zeros(tensors[1].shape, dtype=saved.dtype, device=saved.device)
+    _, targets, *_, saved = tensors = ctx.saved_tensors
+    zero = torch.zeros(targets.shape, dtype=saved.dtype, device=saved.device)
     given = (zero if g is None else g for g in upstream[:2])
-    return _selected_logprobs_backward(*given, *tensors, saved, ctx.temperature), None, None, None, None
+    return _selected_logprobs_backward(*given, *tensors), None, None, None
 
 
 _selected_logprobs.register_autograd(_differentiate_selected, setup_context=_keep_logits)
@@ -264,13 +273,15 @@ _selected_logprobs.register_autograd(_differentiate_selected, setup_context=_kee
 def _loss(
     logprobs: Tensor, entropy: Tensor, advantages: Tensor, cu_seqlens: Tensor | None, old: Tensor | None, ref: Tensor | None,
     rollout: Tensor | None, mask: Tensor | None, sequence_lengths: Tensor | None, objective: str, tokens: int | None,
-    sequences: int | None, entropy_threshold: float | None,
+    sequences: int | None, entropy_threshold: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
-    """The fields of `GRPOLoss` and the slopes of logprobs and entropy."""
+    """The fields of `GRPOLoss`, and the slopes of logprobs and entropy, float32 at least: upstream may be a loss scale."""
     inputs = _inputs(advantages, cu_seqlens, old, ref, rollout, mask, sequence_lengths, objective, tokens, sequences, entropy_threshold)
-    rows = LossRows.of(logprobs, inputs)
+    dtype = torch.promote_types(logprobs.dtype, torch.float32)
+    # Tensors made under inference_mode may not take part in a gradient: the rows too are made outside of it.
     with torch.inference_mode(False), torch.enable_grad():
-        leaves = [t.detach().clone().requires_grad_() for t in (logprobs, entropy)]
+        rows = LossRows.of(logprobs, inputs)
+        leaves = [t.detach().to(dtype, copy=True, memory_format=torch.contiguous_format).requires_grad_() for t in (logprobs, entropy)]
         result = logits.loss_of_rows(rows, *leaves)
         slopes = torch.autograd.grad(result.loss, leaves, materialize_grads=True)
     fields = (getattr(result, name) for name in GRPOLoss.__dataclass_fields__)
@@ -280,16 +291,18 @@ def _loss(
 @_loss.register_fake
 def _(logprobs: Tensor, entropy: Tensor, *arguments: Any) -> list[Tensor]:
     like = logprobs.new_empty(0, dtype=torch.promote_types(logprobs.dtype, torch.float32))
-    return [like.new_empty(()), *_fields(logprobs.shape, like), torch.empty_like(logprobs), torch.empty_like(entropy)]
+    return [like.new_empty(()), *_fields(logprobs.shape, like), like.new_empty(logprobs.shape), like.new_empty(logprobs.shape)]
 
 
 def _keep_slopes(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.save_for_backward(*output[10:])
+    ctx.dtypes = [t.dtype for t in inputs[:2]]
 
 
 def _scale_slopes(ctx: Any, upstream: list[Tensor | None]) -> tuple[Any, ...]:
     loss = upstream[0]
-    return *(None if loss is None else (slopes * loss).to(slopes.dtype) for slopes in ctx.saved_tensors), *[None] * 11
+    gradients = (None if loss is None else (slopes * loss).to(dtype) for slopes, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True))
+    return *gradients, *[None] * 11
 
 
 _loss.register_autograd(_scale_slopes, setup_context=_keep_slopes)

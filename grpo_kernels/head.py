@@ -116,40 +116,76 @@ def check_head(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | N
         raise ValueError(f"softcap is {softcap}; it must be None or a finite number above 0")
 
 
-def check_targets(targets: Tensor, rows: Tensor, vocabulary: int) -> None:
-    """`targets` [n] are those of the flattened input's `rows` [n]."""
-    bad = (targets < 0) | (targets >= vocabulary)
-    if bool(bad.any()):
-        first = int(bad.nonzero()[0])
-        raise ValueError(
-            f"targets holds {int(targets[first])} at row {int(rows[first])}; "
-            f"an unmasked target must be in [0, {vocabulary}), the rows of weight"
-        )
+def check_support(support: Tensor | None, group: dist.ProcessGroup | None) -> None:
+    if support is not None and group is not None:
+        raise ValueError("support is given with group; over a split vocabulary only whole distributions are computed")
 
 
-def row_temperatures(temperature: float | Tensor, targets: Tensor) -> Tensor:
-    """[rows] of the flattened targets, from one number or a tensor of the targets' shape; float64, so that its inverse is exact enough.
+@dataclass(frozen=True)
+class HeadRows:
+    """What the head is asked for in some rows: targets [n] int64, temperatures [n] float64, and support [n, K] int64 or None.
 
-    Raises:
-        ValueError: where one is outside of the range, or the shape is another.
+    The support are the tokens that the sampler could draw, -1 where there are fewer than K; the target always is one of them.
     """
-    if isinstance(temperature, Tensor) and temperature.dim():
-        if temperature.shape != targets.shape:
-            raise ValueError(f"temperature has shape {tuple(temperature.shape)}; it must be one number or of shape {tuple(targets.shape)}")
-        rows = temperature.detach().to(targets.device).reshape(-1).double()
-    else:
-        rows = torch.full((targets.numel(),), float(temperature), dtype=torch.float64, device=targets.device)
+
+    targets: Tensor
+    temperatures: Tensor
+    support: Tensor | None = None
+
+    @classmethod
+    def of(cls, rows: Tensor, vocabulary: int, targets: Tensor, temperature: float | Tensor, support: Tensor | None = None) -> HeadRows:
+        """Those of `rows` [n], indices into the flattened `targets`.
+
+        Raises:
+            ValueError: naming `targets`, `temperature` or `support`; rows that are left out may hold anything.
+        """
+        mine = targets.reshape(-1)[rows].long()
+        _check_ids("targets", mine, rows, vocabulary)
+        return cls(mine, _temperatures(temperature, targets, rows), _support(support, targets, rows, vocabulary))
+
+    def __getitem__(self, at: Tensor | slice) -> HeadRows:
+        return HeadRows(self.targets[at], self.temperatures[at], None if self.support is None else self.support[at])
+
+
+def _temperatures(temperature: float | Tensor, targets: Tensor, rows: Tensor) -> Tensor:
+    """[n] float64, so that the inverse is exact enough."""
+    allowed = f"it must be from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}"
+    if not isinstance(temperature, Tensor) or not temperature.dim():
         if not MIN_TEMPERATURE <= float(temperature) <= MAX_TEMPERATURE:
-            raise ValueError(f"temperature is {float(temperature)}; it must be from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}")
-    return rows
-
-
-def check_temperatures(temperatures: Tensor, rows: Tensor) -> None:
-    """Those of the rows that are computed; a masked row may hold anything."""
-    bad = ~((temperatures >= MIN_TEMPERATURE) & (temperatures <= MAX_TEMPERATURE))
+            raise ValueError(f"temperature is {float(temperature)}; {allowed}")
+        return torch.full((rows.numel(),), float(temperature), dtype=torch.float64, device=targets.device)
+    if temperature.shape != targets.shape:
+        raise ValueError(f"temperature has shape {tuple(temperature.shape)}; it must be one number or of shape {tuple(targets.shape)}")
+    mine = temperature.detach().to(targets.device).reshape(-1)[rows].double()
+    bad = ~((mine >= MIN_TEMPERATURE) & (mine <= MAX_TEMPERATURE))
     if bool(bad.any()):
         first = int(bad.nonzero()[0])
+        raise ValueError(f"temperature holds {float(mine[first])} at row {int(rows[first])}; {allowed}")
+    return mine
+
+
+def _support(support: Tensor | None, targets: Tensor, rows: Tensor, vocabulary: int) -> Tensor | None:
+    if support is None:
+        return None
+    if not isinstance(support, Tensor):
+        raise TypeError(f"support is a {type(support).__name__}; it must be a tensor")
+    if support.shape[:-1] != targets.shape or support.dtype not in _INTEGERS or support.shape[-1] < 1:
         raise ValueError(
-            f"temperature holds {float(temperatures[first])} at row {int(rows[first])}; "
-            f"it must be from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}"
+            f"support has shape {tuple(support.shape)} and dtype {support.dtype}; "
+            f"it must hold integer ids of shape {(*targets.shape, 'K')}, -1 where a row has fewer than K"
         )
+    mine = support.to(targets.device).reshape(-1, support.shape[-1])[rows].long()
+    _check_ids("support", mine.clamp(min=0).amax(1), rows, vocabulary)
+    ordered = mine.sort(1).values
+    twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(1)
+    if bool(twice.any()):
+        raise ValueError(f"support holds a token twice at row {int(rows[int(twice.nonzero()[0])])}; each may be there once")
+    return mine
+
+
+def _check_ids(name: str, ids: Tensor, rows: Tensor, vocabulary: int) -> None:
+    bad = (ids < 0) | (ids >= vocabulary)
+    if bool(bad.any()):
+        first = int(bad.nonzero()[0])
+        what = "an unmasked target must be" if name == "targets" else "ids must be"
+        raise ValueError(f"{name} holds {int(ids[first])} at row {int(rows[first])}; {what} in [0, {vocabulary}), the rows of weight")

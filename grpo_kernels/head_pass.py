@@ -30,7 +30,7 @@ from torch import Tensor
 
 from grpo_kernels.backends import Backend, ChunkRows, Sweep
 from grpo_kernels.backends.base import Keep, LogitSlopes, ParameterGradients
-from grpo_kernels.head import Head
+from grpo_kernels.head import Head, HeadRows
 from grpo_kernels.softmax import Statistics, is_extreme, target_slope
 
 
@@ -94,11 +94,11 @@ class HeadPass:
         )
         self.rows_per_chunk = backend.rows_per_chunk(head.largest_slice)
 
-    def forward(self, hidden: Tensor, targets: Tensor, temperatures: Tensor, *, gradients: bool = True) -> SoftmaxChunk:
-        """`hidden` [n, H], `targets` [n] int64 over the whole vocabulary, `temperatures` [n]. Without `gradients` nothing is kept."""
+    def forward(self, hidden: Tensor, head_rows: HeadRows, *, gradients: bool = True) -> SoftmaxChunk:
+        """`hidden` is [n, H]. Without `gradients` nothing is kept."""
         head = self._head
-        inverse_temperature = temperatures.double().reciprocal()
-        rows = ChunkRows(hidden.to(self._dtype), head.own(targets).contiguous(), inverse_temperature.to(self._dtype))
+        inverse_temperature = head_rows.temperatures.reciprocal()
+        rows = ChunkRows(hidden.to(self._dtype), head.own(head_rows.targets).contiguous(), inverse_temperature.to(self._dtype))
         target_rows, target_logits = self._target_logits(rows, inverse_temperature)
         offset = target_logits.to(self._dtype, copy=True)  # a redone row gets another
         sweep = self._sweep(rows, offset, gradients)

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_kernels.backends import Backend, select_backend
-from grpo_kernels.head import Head, check_head, check_targets, check_temperatures, row_temperatures, working_dtype
-from grpo_kernels.head_pass import HeadPass, Wanted, balanced, exact_products
+from grpo_kernels.head import Head, HeadRows, check_head, check_support, working_dtype
+from grpo_kernels.head_pass import Wanted, balanced, exact_products
 from grpo_kernels.packing import RowLayout
+from grpo_kernels.support_pass import pass_for
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ def linear_logprobs(
     bias: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
+    support: Tensor | None = None,
     group: dist.ProcessGroup | None = None,
     backend: str = "auto",
 ) -> TokenLogprobs:
@@ -53,41 +55,40 @@ def linear_logprobs(
     if torch.compiler.is_compiling():
         from grpo_kernels.compiled import compiled_linear_logprobs  # the custom ops exist only where torch.compile is used
 
-        return compiled_linear_logprobs(hidden, weight, bias, targets, mask, temperature, softcap, group, backend)
+        return compiled_linear_logprobs(hidden, weight, bias, targets, mask, temperature, softcap, support, group, backend)
     check_head(hidden, weight, targets, bias, softcap)
-    job = LogprobJob.of(targets, mask, temperature, Head.of(weight, bias, softcap, group), select_backend(backend, hidden.device))
+    check_support(support, group)
+    head = Head.of(weight, bias, softcap, group)
+    job = LogprobJob.of(targets, mask, temperature, support, head, select_backend(backend, hidden.device))
     logprobs, entropy = _LinearLogprobs.apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, job)
     return TokenLogprobs(logprobs.view(targets.shape), entropy.view(targets.shape))
 
 
 @dataclass(frozen=True)
 class LogprobJob:
-    """`rows` [n] of the flattened input, with their targets [n] int64 and temperatures [n] float64."""
+    """`rows` [n] of the flattened input, what the head is asked for in them, and how it is computed."""
 
     rows: Tensor
-    targets: Tensor
-    temperatures: Tensor
+    head_rows: HeadRows
     head: Head
     backend: Backend
 
     @classmethod
-    def of(cls, targets: Tensor, mask: Tensor | None, temperature: float | Tensor, head: Head, backend: Backend) -> LogprobJob:
+    def of(
+        cls, targets: Tensor, mask: Tensor | None, temperature: float | Tensor, support: Tensor | None, head: Head, backend: Backend
+    ) -> LogprobJob:
         rows = RowLayout.of(targets.shape, targets.device, mask, None).mask.nonzero()[:, 0]
-        flat = targets.reshape(-1)[rows].long()
-        check_targets(flat, rows, head.vocabulary)
-        temperatures = row_temperatures(temperature, targets)[rows]
-        check_temperatures(temperatures, rows)
-        return cls(rows, flat, temperatures, head, backend)
+        return cls(rows, HeadRows.of(rows, head.vocabulary, targets, temperature, support), head, backend)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """(logprobs, entropy), each [N], from `hidden` [N, H]."""
-        head_pass = HeadPass(self.head, self.backend, working_dtype(hidden, self.head.weight), Wanted())
+        head_pass = pass_for(self.head_rows, self.head, self.backend, working_dtype(hidden, self.head.weight), Wanted())
         logprobs = torch.zeros(hidden.shape[0], dtype=working_dtype(hidden, self.head.weight), device=hidden.device)
         entropy = torch.zeros_like(logprobs)
         with torch.no_grad(), exact_products(hidden.device):
             for piece in balanced(self.rows.numel(), head_pass.rows_per_chunk):
                 at = self.rows[piece]
-                chunk = head_pass.forward(hidden[at], self.targets[piece], self.temperatures[piece], gradients=False)
+                chunk = head_pass.forward(hidden[at], self.head_rows[piece], gradients=False)
                 logprobs[at], entropy[at] = chunk.logprobs, chunk.entropy
         return logprobs, entropy
 
@@ -103,11 +104,11 @@ class LogprobJob:
         wanted = replace(wanted, entropy=bool((entropy_slopes != 0).any()))
         hidden_gradient = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device) if wanted.hidden else None
         with torch.no_grad(), exact_products(hidden.device):
-            head_pass = HeadPass(self.head, self.backend, dtype, wanted)
+            head_pass = pass_for(self.head_rows, self.head, self.backend, dtype, wanted)
             for piece in balanced(moves.numel(), head_pass.rows_per_chunk):
                 some = moves[piece]
                 at = self.rows[some]
-                chunk = head_pass.forward(hidden[at], self.targets[some], self.temperatures[some])
+                chunk: Any = head_pass.forward(hidden[at], self.head_rows[some])
                 gradient = head_pass.backward(chunk, slopes[some], entropy_slopes[some])
                 if hidden_gradient is not None and gradient is not None:
                     hidden_gradient[at] = gradient

@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_kernels.backends import Backend, select_backend
-from grpo_kernels.head import Head, check_head, check_targets, check_temperatures, row_temperatures, working_dtype
-from grpo_kernels.head_pass import HeadPass, SoftmaxChunk, Wanted, balanced, exact_products
+from grpo_kernels.head import Head, HeadRows, check_head, check_support, working_dtype
+from grpo_kernels.head_pass import HeadPass, Wanted, balanced, exact_products
 from grpo_kernels.loss_rows import LossInputs, LossRows
 from grpo_kernels.objective import Objective
 from grpo_kernels.packing import LossCounts
+from grpo_kernels.support_pass import SupportPass, pass_for
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ def linear_grpo_loss(
     bias: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
+    support: Tensor | None = None,
     entropy_threshold: float | None = None,
     group: dist.ProcessGroup | None = None,
     backend: str = "auto",
@@ -115,6 +117,8 @@ def linear_grpo_loss(
         bias: [V], the head's bias.
         temperature: the logits are divided by it, in float32; one number, or one per row.
         softcap: logits become softcap * tanh(logits / softcap) before the temperature (Gemma 2).
+        support: [rows, K] or [batch, length, K] integer, the tokens that a sampler with top-k, top-p or min-p could draw at each row, -1
+            where fewer than K: log-probabilities and entropies are then over these and the target alone, as the sampler's were.
         entropy_threshold: for `objective.top_entropy`, from `top_entropy_threshold` over the whole step; None: over this call's rows.
         group: the vocabulary is split over this process group: `weight` and `bias` are this process's rows of it, in rank order, and all
             other arguments the same on every process. The gradient of `hidden` is then the whole one on every process.
@@ -135,31 +139,30 @@ def linear_grpo_loss(
     if torch.compiler.is_compiling():
         from grpo_kernels.compiled import compiled_linear_grpo_loss  # the custom ops exist only where torch.compile is used
 
-        return compiled_linear_grpo_loss(hidden, weight, bias, targets, inputs, temperature, softcap, group, backend)
+        return compiled_linear_grpo_loss(hidden, weight, bias, targets, inputs, temperature, softcap, support, group, backend)
     check_head(hidden, weight, targets, bias, softcap)
-    job = LossJob.of(targets, inputs, temperature, Head.of(weight, bias, softcap, group), select_backend(backend, hidden.device))
+    check_support(support, group)
+    head = Head.of(weight, bias, softcap, group)
+    job = LossJob.of(targets, inputs, temperature, support, head, select_backend(backend, hidden.device))
     wanted = Wanted.by(hidden, weight, bias, entropy=objective.entropy_coef != 0)
     return GRPOLoss(*_LinearGRPO.apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, job, wanted))
 
 
 @dataclass(frozen=True)
 class LossJob:
-    """The rows to compute, with their targets [n] int64 and temperatures [n] float64, and how."""
+    """The rows of the loss, what the head is asked for in them, and how it is computed."""
 
     rows: LossRows
-    targets: Tensor
-    temperatures: Tensor
+    head_rows: HeadRows
     head: Head
     backend: Backend
 
     @classmethod
-    def of(cls, targets: Tensor, inputs: LossInputs, temperature: float | Tensor, head: Head, backend: Backend) -> LossJob:
+    def of(
+        cls, targets: Tensor, inputs: LossInputs, temperature: float | Tensor, support: Tensor | None, head: Head, backend: Backend
+    ) -> LossJob:
         rows = LossRows.of(targets, inputs)
-        mine = targets.reshape(-1)[rows.rows].long()
-        check_targets(mine, rows.rows, head.vocabulary)
-        temperatures = row_temperatures(temperature, targets)[rows.rows]
-        check_temperatures(temperatures, rows.rows)
-        return cls(rows, mine, temperatures, head, backend)
+        return cls(rows, HeadRows.of(rows.rows, head.vocabulary, targets, temperature, support), head, backend)
 
 
 class _LinearGRPO(torch.autograd.Function):
@@ -203,8 +206,8 @@ def compute(hidden: Tensor, job: LossJob, wanted: Wanted) -> Outcome:
     head = job.head
     dtype = working_dtype(hidden, head.weight)
     with torch.no_grad(), exact_products(hidden.device):
-        head_pass = HeadPass(head, job.backend, dtype, wanted)
-        logprobs = torch.empty(job.targets.numel(), dtype=dtype, device=hidden.device)
+        head_pass = pass_for(job.head_rows, head, job.backend, dtype, wanted)
+        logprobs = torch.empty(job.head_rows.targets.numel(), dtype=dtype, device=hidden.device)
         entropy = torch.empty_like(logprobs)
         hidden_gradient = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device) if wanted.hidden else None
         sweeps = _Sweeps(hidden, job, head_pass, logprobs, entropy, hidden_gradient)
@@ -221,7 +224,7 @@ class _Sweeps:
 
     hidden: Tensor
     job: LossJob
-    head_pass: HeadPass
+    head_pass: HeadPass | SupportPass
     logprobs: Tensor
     entropy: Tensor
     hidden_gradient: Tensor | None
@@ -252,11 +255,11 @@ class _Sweeps:
                 self._forward_and_backward(rows, piece)
         return rows
 
-    def _forward(self, at: slice | Tensor, *, gradients: bool) -> SoftmaxChunk:
+    def _forward(self, at: slice | Tensor, *, gradients: bool) -> Any:
         job = self.job
-        return self.head_pass.forward(self.hidden[job.rows.rows[at]], job.targets[at], job.temperatures[at], gradients=gradients)
+        return self.head_pass.forward(self.hidden[job.rows.rows[at]], job.head_rows[at], gradients=gradients)
 
-    def _write(self, at: slice | Tensor, chunk: SoftmaxChunk) -> None:
+    def _write(self, at: slice | Tensor, chunk: Any) -> None:
         self.logprobs[at], self.entropy[at] = chunk.logprobs, chunk.entropy
 
     def _forward_only(self, piece: slice) -> None:
@@ -283,7 +286,7 @@ class _Sweeps:
                 self._write(some + piece.start, chunk)
             self._backward(some + piece.start, chunk, slopes[some])
 
-    def _backward(self, at: slice | Tensor, chunk: SoftmaxChunk, slopes: Tensor) -> None:
+    def _backward(self, at: slice | Tensor, chunk: Any, slopes: Tensor) -> None:
         entropy_slopes = -self.job.rows.bonus[at].to(slopes.dtype)
         gradient = self.head_pass.backward(chunk, slopes, entropy_slopes)
         if self.hidden_gradient is not None and gradient is not None:

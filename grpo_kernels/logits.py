@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.head import check_targets, check_temperatures, row_temperatures
+from grpo_kernels.head import HeadRows
 from grpo_kernels.linear_logprobs import TokenLogprobs
 from grpo_kernels.linear_loss import GRPOLoss
 from grpo_kernels.loss_rows import LossInputs, LossRows
 from grpo_kernels.objective import Objective
 from grpo_kernels.packing import LossCounts, RowLayout
 from grpo_kernels.softmax import Statistics, is_extreme, target_slope
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def selected_logprobs(
@@ -34,7 +36,8 @@ def selected_logprobs(
         mask: bool or integer, 0 where a row does not count; such a row may hold anything, its results are 0 and its gradient is exactly 0.
         temperature: the logits are divided by it; one number, or one per row.
         overwrite_logits: backward writes the gradient of the logits over the logits, which saves a tensor of their size. Whatever else
-            needs their values in its backward then fails with autograd's error on changed tensors, and never with a wrong gradient.
+            needs their values in its backward then fails with autograd's error on changed tensors, and never with a wrong gradient. Under
+            torch.compile, which plans its memory itself, it does nothing.
 
     Raises:
         ValueError, TypeError: on bad arguments, before any work, naming them.
@@ -44,7 +47,7 @@ def selected_logprobs(
         from grpo_kernels.compiled import compiled_selected_logprobs  # the custom ops exist only where torch.compile is used
 
         return compiled_selected_logprobs(logits, targets, mask, temperature)
-    _check_logits(logits, targets, overwrite_logits)
+    check_logits(logits, targets, overwrite_logits=overwrite_logits)
     job = SelectedJob.of(logits, targets, mask, temperature)
     logprobs, entropy = _SelectedLogprobs.apply(logits, job, overwrite_logits)
     return TokenLogprobs(logprobs.view(targets.shape), entropy.view(targets.shape))
@@ -76,7 +79,7 @@ def grpo_loss(
 
         selected = selected_logprobs(logits, targets, mask=mask, temperature=temperature)
         return compiled_loss(selected.logprobs, selected.entropy, inputs)
-    _check_logits(logits, targets, overwrite_logits)
+    check_logits(logits, targets, overwrite_logits=overwrite_logits)
     rows = LossRows.of(targets, inputs)
     moves = rows.scatter(torch.ones_like(rows.rows, dtype=torch.bool))
     selected = selected_logprobs(logits, targets, mask=moves, temperature=temperature, overwrite_logits=overwrite_logits)
@@ -105,9 +108,13 @@ def grpo_loss_from_logprobs(
     inputs = LossInputs(
         objective, advantages, cu_seqlens, old_logprobs, ref_logprobs, rollout_logprobs, mask, counts, sequence_lengths, entropy_threshold
     )
+    if not isinstance(objective, Objective):
+        raise TypeError(f"objective is {objective!r}; it must be an Objective, such as Objective.dapo()")
     if entropy is None and (objective.entropy_coef or objective.top_entropy < 1.0):
         raise ValueError("entropy is None, but objective.entropy_coef or objective.top_entropy needs it")
     for name, tensor in (("logprobs", logprobs), ("entropy", entropy)):
+        if not isinstance(tensor, Tensor) and not (name == "entropy" and tensor is None):
+            raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a tensor")
         if tensor is not None and (tensor.shape != logprobs.shape or tensor.dim() not in (1, 2) or not tensor.dtype.is_floating_point):
             raise ValueError(
                 f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}; it must be floating point, [rows] or [batch, length]"
@@ -129,14 +136,15 @@ def loss_of_rows(rows: LossRows, logprobs: Tensor, entropy: Tensor) -> GRPOLoss:
     return GRPOLoss(loss, *rows.fields(mine, uncertainty, tokens))
 
 
-def _check_logits(logits: Tensor, targets: Tensor, overwrite_logits: bool) -> None:
+def check_logits(logits: Tensor, targets: Tensor, *, overwrite_logits: bool) -> None:
     if not isinstance(logits, Tensor) or not isinstance(targets, Tensor):
         raise TypeError(f"logits is a {type(logits).__name__}, targets a {type(targets).__name__}; both must be tensors")
-    if logits.dim() not in (2, 3) or logits.shape[-1] < 1 or not logits.dtype.is_floating_point:
+    if logits.dim() not in (2, 3) or logits.shape[-1] < 1 or logits.dtype not in _DTYPES:
         raise ValueError(
-            f"logits has shape {tuple(logits.shape)} and dtype {logits.dtype}; it must be floating point, [rows, V] or [batch, length, V]"
+            f"logits has shape {tuple(logits.shape)} and dtype {logits.dtype}; "
+            "it must be float16, bfloat16, float32 or float64, [rows, V] or [batch, length, V]"
         )
-    if targets.shape != logits.shape[:-1] or targets.dtype.is_floating_point or targets.dtype in (torch.bool,):
+    if targets.shape != logits.shape[:-1] or targets.dtype.is_floating_point or targets.dtype.is_complex or targets.dtype == torch.bool:
         raise ValueError(
             f"targets has shape {tuple(targets.shape)} and dtype {targets.dtype}; "
             f"it must hold integer ids of shape {tuple(logits.shape[:-1])}"
@@ -159,21 +167,43 @@ class SelectedJob:
     def of(cls, logits: Tensor, targets: Tensor, mask: Tensor | None, temperature: float | Tensor) -> SelectedJob:
         layout = RowLayout.of(targets.shape, targets.device, mask, None)
         rows = layout.mask.nonzero()[:, 0]
-        flat = targets.reshape(-1).long()
-        check_targets(flat[rows], rows, logits.shape[-1])
-        temperatures = row_temperatures(temperature, targets)
-        check_temperatures(temperatures[rows], rows)
-        return cls(flat, layout.mask, temperatures.reciprocal())
+        checked = HeadRows.of(rows, logits.shape[-1], targets, temperature)
+        inverse = torch.ones(targets.numel(), dtype=torch.float64, device=targets.device)
+        inverse[rows] = checked.temperatures.reciprocal()
+        return cls(targets.reshape(-1).long(), layout.mask, inverse)
 
     def forward(self, logits: Tensor) -> Tensor:
         """[5, N]: log-probabilities, entropies, 1 - p_y, logarithm of the sum, offset; 0 at masked rows."""
         dtype = torch.promote_types(logits.dtype, torch.float32)
         results = torch.zeros(5, self.targets.numel(), dtype=dtype, device=logits.device)
-        for at in _pieces(self.mask, logits.shape[-1]):
-            offset, statistics = _anchored(logits[_index(at, logits)].to(dtype), self.targets[at], self.inverse[at])
+        space = _Workspace(logits, dtype)
+        for at in space.pieces(self.mask):
+            offset, statistics = self._anchored(space, at)
             for row, values in enumerate((statistics.logprobs, statistics.entropy, statistics.complement, statistics.log_total, offset)):
                 results[row, at] = values.to(dtype)
         return results
+
+    def _anchored(self, space: _Workspace, at: Tensor) -> tuple[Tensor, Statistics]:
+        """(offset, statistics), [n], of rows `at`; see `grpo_kernels.head_pass` for the anchored softmax."""
+        logits = space.load(at, self.inverse[at])
+        target_logits = logits[torch.arange(at.numel(), device=at.device), self.targets[at]]
+        offset = target_logits.clone()
+        others, weighted = self._sums(space, logits, at, offset)
+        extreme = is_extreme(others)
+        if bool(extreme.any()):
+            few = extreme.nonzero()[:, 0]
+            logits = space.load(at[few], self.inverse[at[few]])
+            offset[few] = logits.amax(1)
+            others[few], weighted[few] = self._sums(space, logits, at[few], offset[few])
+        return offset, Statistics.of(others, weighted, target_logits.double() - offset.double())
+
+    def _sums(self, space: _Workspace, logits: Tensor, at: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
+        """Of exp(x - o) and exp(x - o) (x - o) over all but the target, [n] float64; `logits` are overwritten."""
+        distances = logits.sub_(offset[:, None])
+        distances[torch.arange(at.numel(), device=at.device), self.targets[at]] = -torch.inf
+        distances.clamp_(min=-1e30)  # a logit of -inf would make 0 * -inf a NaN; NaN passes through
+        exponentials = torch.exp(distances, out=space.second(at.numel()))
+        return exponentials.sum(1, dtype=torch.float64), distances.mul_(exponentials).sum(1, dtype=torch.float64)
 
     def backward(self, logits: Tensor, results: Tensor, slope: Tensor | None, entropy_slope: Tensor | None, *, overwrite: bool) -> Tensor:
         """The gradient of the logits from those of log-probabilities and entropies, [N] each or None for 0; `results` are forward's."""
@@ -181,24 +211,65 @@ class SelectedJob:
         nothing = torch.zeros_like(logprobs)
         slope, extra = nothing if slope is None else slope, nothing if entropy_slope is None else entropy_slope
         at_target = target_slope(slope, extra, logprobs, entropy, complement)
-        moves = self.mask & ((slope != 0) | (extra != 0))
+        # A NaN log-probability has slope 0 where its loss was clamped, and must not look like a row without gradient.
+        moves = self.mask & ((slope != 0) | (extra != 0) | logprobs.isnan())
         # detach, not .data: whoever saved the logits for another backward is told that they have changed.
         gradient = logits.detach() if overwrite else torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)
-        for at in _pieces(moves, logits.shape[-1]):
-            scale = self.inverse[at].to(results.dtype)[:, None]
+        space = _Workspace(logits, results.dtype)
+        for at in space.pieces(moves):
             # Two steps, for the offset may be large; the bound, because 0 * -inf would be NaN.
-            log_p = logits[_index(at, logits)].to(results.dtype) * scale
-            log_p = log_p.sub_(offset[at, None]).sub_(log_total[at, None]).clamp_(min=-1e30)
-            factor = slope[at, None]
-            if entropy_slope is not None:
-                factor = (slope + extra * entropy)[at, None] + extra[at, None] * log_p
-            slopes = log_p.exp_().mul_(factor).neg_()
+            log_p = space.load(at, self.inverse[at]).sub_(offset[at, None]).sub_(log_total[at, None]).clamp_(min=-1e30)
+            slopes = torch.exp(log_p, out=space.second(at.numel()))
+            if entropy_slope is None:
+                slopes.mul_(-slope[at, None])
+            else:
+                slopes.mul_(log_p.mul_(-extra[at, None]).sub_((slope + extra * entropy)[at, None]))
             slopes[torch.arange(at.numel(), device=at.device), self.targets[at]] = at_target[at]
-            gradient[_index(at, logits)] = slopes.mul_(scale).to(logits.dtype)
+            space.store(gradient, at, slopes.mul_(self.inverse[at].to(slopes.dtype)[:, None]))
         if overwrite:
-            for at in _pieces(~moves, logits.shape[-1]):
-                gradient[_index(at, logits)] = 0.0
+            for at in space.pieces(~moves):
+                gradient[space.index(at)] = 0.0
         return gradient
+
+
+class _Workspace:
+    """Two [n, V] buffers of the working dtype for some rows of the logits at a time, few enough for a cache (a CPU's second level, a GPU's
+    memory): fresh temporaries of that size would cost more in page faults than the arithmetic."""
+
+    def __init__(self, logits: Tensor, dtype: torch.dtype) -> None:
+        self._logits = logits
+        vocabulary = logits.shape[-1]
+        self._most = max(1, (1 << 19 if logits.device.type == "cpu" else 1 << 27) // vocabulary)
+        rows = min(self._most, logits.numel() // vocabulary)
+        self._first, self._second = torch.empty(2, rows, vocabulary, dtype=dtype, device=logits.device)
+
+    def pieces(self, which: Tensor) -> Iterator[Tensor]:
+        """Indices of the rows where `which` [N] is true, as many at a time as fit."""
+        yield from (piece for piece in which.nonzero()[:, 0].split(self._most) if piece.numel())
+
+    def index(self, at: Tensor) -> tuple[Tensor, ...] | tuple[int, slice] | slice:
+        """Flat row numbers as indices of [rows, V] or [batch, length, V]: no reshape, which would copy a slice such as logits[:, :-1].
+        Neighbouring rows as a slice, which a CPU need not gather first."""
+        length = self._logits.shape[1] if self._logits.dim() == 3 else 0
+        if at.device.type == "cpu":
+            first, last = int(at[0]), int(at[-1])
+            if last - first + 1 == at.numel() and not length:
+                return slice(first, last + 1)
+            if last - first + 1 == at.numel() and first // length == last // length:
+                return first // length, slice(first % length, last % length + 1)
+        return (at // length, at % length) if length else (at,)
+
+    def load(self, at: Tensor, inverse_temperature: Tensor) -> Tensor:
+        """Rows `at` divided by their temperatures, in the first buffer."""
+        rows = self._first[: at.numel()].copy_(self._logits[self.index(at)])
+        return rows.mul_(inverse_temperature.to(rows.dtype)[:, None])
+
+    def second(self, rows: int) -> Tensor:
+        return self._second[:rows]
+
+    def store(self, gradient: Tensor, at: Tensor, values: Tensor) -> None:
+        index = self.index(at)
+        gradient[index] = values.to(gradient.dtype) if isinstance(index, tuple) and isinstance(index[0], Tensor) else values
 
 
 class _SelectedLogprobs(torch.autograd.Function):
@@ -218,37 +289,3 @@ class _SelectedLogprobs(torch.autograd.Function):
         if slope is None and entropy_slope is None:
             return None, None, None
         return ctx.job.backward(logits, results, slope, entropy_slope, overwrite=ctx.overwrite_logits), None, None
-
-
-def _anchored(rows: Tensor, targets: Tensor, inverse_temperature: Tensor) -> tuple[Tensor, Statistics]:
-    """(offset [n], statistics) of logits `rows` [n, V], which are overwritten; see `grpo_kernels.head_pass` for the anchored softmax."""
-    own = torch.arange(targets.numel(), device=targets.device), targets
-    logits = rows.mul_(inverse_temperature.to(rows.dtype)[:, None])
-    target_logits = logits[own].clone()
-    offset = target_logits.clone()
-    others, weighted = _sums(logits, own, offset)
-    extreme = is_extreme(others)
-    if bool(extreme.any()):
-        at = extreme.nonzero()[:, 0]
-        offset[at] = logits[at].amax(1)
-        others[at], weighted[at] = _sums(logits[at], (torch.arange(at.numel(), device=at.device), targets[at]), offset[at])
-    return offset, Statistics.of(others, weighted, target_logits.double() - offset.double())
-
-
-def _sums(logits: Tensor, own: tuple[Tensor, Tensor], offset: Tensor) -> tuple[Tensor, Tensor]:
-    distance = logits - offset[:, None]
-    distance[own] = -torch.inf
-    distance.clamp_(min=-1e30)  # a logit of -inf would make 0 * -inf a NaN; NaN passes through
-    exponentials = distance.exp()
-    return exponentials.sum(1, dtype=torch.float64), distance.mul_(exponentials).sum(1, dtype=torch.float64)
-
-
-def _pieces(which: Tensor, vocabulary: int) -> Iterator[Tensor]:
-    """Indices of the rows where `which` [N] is true, few enough at a time for a cache (a CPU's second level, a GPU's memory)."""
-    elements = 1 << 19 if which.device.type == "cpu" else 1 << 27
-    yield from which.nonzero()[:, 0].split(max(1, elements // vocabulary))
-
-
-def _index(at: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
-    """Flat row numbers as indices of [rows, V] or [batch, length, V]: no reshape, which would copy a slice such as logits[:, :-1]."""
-    return (at,) if logits.dim() == 2 else (at // logits.shape[1], at % logits.shape[1])

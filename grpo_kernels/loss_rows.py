@@ -187,7 +187,7 @@ class LossRows:
 
     def value(self, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, TokenLoss]:
         """The loss of these rows, a scalar summed in float64, and what it is made of."""
-        tokens = self.objective.evaluate(self.batch(logprobs, entropy))
+        tokens = self.objective.evaluate(self.batch(logprobs, entropy.detach()))
         loss = (tokens.loss * self.shares).sum() - (entropy * self.bonus).sum()
         return loss.to(logprobs.dtype), replace(tokens, rollout_ratio=self.rollout_ratio * tokens.rollout_ratio)
 

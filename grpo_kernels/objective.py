@@ -224,7 +224,16 @@ class Objective:
             )
         if self.aggregation != "constant" and self.constant_length is not None:
             raise ValueError(f"constant_length is {self.constant_length}, but aggregation is {self.aggregation!r}; leave it out")
-        object.__setattr__(self, "key", repr(self))
+        self._register()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._register()  # in the process that it was sent to as well
+
+    def _register(self) -> None:
+        # A function is told by its identity: two of them may print alike.
+        own = f" {id(self.policy_loss)}" if callable(self.policy_loss) else ""
+        object.__setattr__(self, "key", repr(self) + own)
         _BY_KEY[self.key] = self
 
     @classmethod

@@ -103,7 +103,7 @@ class RowLayout:
         return given
 
     def per_row(self, name: str, values: Tensor, *, per_sequence: bool = False) -> Tensor:
-        """`values` as [rows] in float32, or float64 where they are: of the caller's shape, or with `per_sequence` also one value per sequence."""
+        """`values` as [rows] in float32, or float64 where they are that: of the caller's shape, or with `per_sequence` one per sequence."""
         if per_sequence and values.shape == self.shape == (self.sequences,) and not self._one_row_each():
             raise ValueError(
                 f"{name} has shape {tuple(values.shape)}, which fits the rows and, as some sequences are empty, the sequences too; "

@@ -1,7 +1,7 @@
 """What users of TRL and Liger ran into, as absolute values; P numbers are those of the project's list of their issues.
 
-P4 and P34 are in test_data_parallel.py, P9 in test_advantages.py, P27, P29, P30 and P32 in test_logits.py, P31 in test_compile.py, P20 in
-test_output.py, P35 and P36 in test_shared_prompt.py; P19, P21 to P24 and P37 to P42 concern a trainer and its rollouts.
+P4 and P34 are in test_data_parallel.py, P9 in test_advantages.py, P16 in test_support.py, P20 in test_output.py, P27, P29, P30 and P32 in
+test_logits.py, P31 in test_compile.py, P35 and P36 in test_shared_prompt.py; P19, P21 to P24 and P37 to P42 concern trainers.
 """
 
 from __future__ import annotations
