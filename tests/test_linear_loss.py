@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_kernels import LossCounts, Objective, RolloutCorrection, backends, linear_grpo_loss, top_entropy_threshold
+from grpo_kernels import LossCounts, Objective, RolloutCorrection, TokenBatch, backends, linear_grpo_loss, top_entropy_threshold
 from grpo_kernels.backends.torch import TorchBackend
 from grpo_kernels.head_pass import HeadPass
 from problems import Problem, check_against_float64, fused, make, reference, relative, take
@@ -543,6 +543,43 @@ def test_an_unmasked_sequence_that_is_all_masked_does_not_count() -> None:
     check_against_float64(replace(p, mask=mask))
 
 
+@pytest.mark.parametrize("old", [True, False])
+def test_a_policy_loss_of_ones_own(old: bool) -> None:
+    """PPO's clip written by a user: bit for bit the built-in one, with KL, averages and the rest as configured."""
+
+    def clip(batch: TokenBatch) -> torch.Tensor:
+        ratio = (batch.logprobs - batch.old_logprobs).exp()
+        return -torch.minimum(ratio * batch.advantages, ratio.clamp(1.0 - 0.2, 1.0 + 0.2) * batch.advantages)
+
+    p = make(60, 16, 90, objective=Objective.grpo(kl_coef=0.1), old=old)
+    mine, _ = fused(replace(p, objective=Objective(policy_loss=clip, kl_coef=0.1)))
+    theirs, _ = fused(p)
+    assert torch.equal(mine.loss, theirs.loss)
+    assert torch.equal(mine.weight_gradient, theirs.weight_gradient)
+
+
+def test_a_policy_loss_of_ones_own_may_look_at_whole_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GSPO's ratio by a user, who says with ratio_level that tokens are coupled; chunks are smaller than the sequences."""
+
+    def gspo(batch: TokenBatch) -> torch.Tensor:
+        ratio = batch.sequence_mean(batch.logprobs - batch.old_logprobs).exp()
+        return -torch.minimum(ratio * batch.advantages, ratio.clamp(0.9, 1.1) * batch.advantages)
+
+    monkeypatch.setattr(TorchBackend, "rows_per_chunk", lambda self, vocabulary: 5)
+    p = make(60, 16, 90, objective=Objective.gspo(clip_low=0.1, clip_high=0.1))
+    mine, _ = fused(replace(p, objective=Objective(policy_loss=gspo, ratio_level="sequence")))
+    theirs, _ = fused(p)
+    assert relative(mine.weight_gradient, theirs.weight_gradient) < 1e-6
+    assert relative(mine.hidden_gradient, theirs.hidden_gradient) < 1e-6
+
+
+@pytest.mark.parametrize("returned", [3.0, torch.zeros(()), torch.zeros(3)])
+def test_a_policy_loss_of_the_wrong_shape_is_named(returned: Any) -> None:
+    p = make(60, 16, 90, objective=Objective(policy_loss=lambda batch: returned))
+    with pytest.raises(ValueError, match=r"policy_loss returned .*; it must return a tensor of one loss per token"):
+        fused(p)
+
+
 def test_an_advantage_per_row_or_per_sequence_is_never_guessed() -> None:
     """Four rows and, one of them empty, four sequences."""
     arguments = (torch.randn(4, 3), torch.randn(7, 3), torch.arange(4), torch.tensor([1.0, 5.0, -1.0, 2.0]))
@@ -552,11 +589,37 @@ def test_an_advantage_per_row_or_per_sequence_is_never_guessed() -> None:
     assert float(one_each.loss) == pytest.approx(-1.75)
 
 
-@pytest.mark.parametrize(("name", "value"), [("objective", "grpo"), ("counts", (4, 1))])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("objective", "grpo"),
+        ("counts", (4, 1)),
+        ("advantages", [1.0] * 5),
+        ("mask", [1] * 5),
+        ("bias", 0.0),
+        ("weight", None),
+        ("support", 3),
+    ],
+)
 def test_wrong_types_are_named(name: str, value: object) -> None:
-    good = {"objective": Objective.dapo(), "counts": None}
+    good = {
+        "hidden": torch.randn(5, 3),
+        "weight": torch.randn(7, 3),
+        "targets": torch.arange(5),
+        "advantages": torch.randn(5),
+        "objective": Objective.dapo(),
+    }
     with pytest.raises(TypeError, match=f"{name} is "):
-        linear_grpo_loss(torch.randn(5, 3), torch.randn(7, 3), torch.arange(5), torch.randn(5), **{**good, name: value})
+        linear_grpo_loss(**{**good, name: value})
+
+
+def test_masked_rows_may_hold_any_temperature() -> None:
+    p = make(6, 8, 20, masked=0.0)
+    mask = torch.tensor([1, 1, 0, 1, 1, 1])
+    heat = torch.tensor([1.0, 1.0, float("nan"), 1.0, 1.0, 1.0])
+    arguments = {"objective": Objective.dapo(), "mask": mask}
+    with_nan = linear_grpo_loss(p.hidden, p.weight, p.targets, p.advantages, temperature=heat, **arguments)
+    assert torch.equal(with_nan.loss, linear_grpo_loss(p.hidden, p.weight, p.targets, p.advantages, **arguments).loss)
 
 
 @pytest.mark.parametrize("counts", [(-1, 1), (1, -1), (float("nan"), 2), (1.5, 2)])
@@ -588,6 +651,29 @@ BAD = {
     "cu_seqlens has shape": {"cu_seqlens": torch.tensor([0.0, 5.0])},
     "needs the boundaries": {"objective": Objective.grpo()},
     "ref_logprobs is None": {"objective": Objective(kl_coef=0.1, aggregation="token")},
+    "rollout_logprobs is None": {"objective": Objective.dapo(rollout_correction=TIS)},
+    "ratio_level 'sequence' needs the boundaries": {"objective": Objective(ratio_level="sequence", aggregation="token")},
+    "policy_loss 'gmpo' needs the boundaries": {"objective": Objective(policy_loss="gmpo", aggregation="token")},
+    "off_policy_threshold needs the boundaries": {"objective": Objective.dapo(off_policy_threshold=0.1)},
+    "rollout_correction.level needs the boundaries": {
+        "objective": Objective.dapo(rollout_correction=MIS),
+        "rollout_logprobs": torch.zeros(5),
+    },
+    "sequence_lengths has shape": {"sequence_lengths": torch.tensor([5, 5]), "cu_seqlens": torch.tensor([0, 5])},
+    "sequence_lengths\\[0\\] is 4, but 5 of": {"sequence_lengths": torch.tensor([4]), "cu_seqlens": torch.tensor([0, 5])},
+    "sequence_lengths is given, but ratio_level": {
+        "objective": Objective.gspo(),
+        "sequence_lengths": torch.tensor([9]),
+        "cu_seqlens": torch.tensor([0, 5]),
+    },
+    "entropy_threshold is 1.0, but objective.top_entropy is 1": {"entropy_threshold": 1.0},
+    "entropy_threshold is nan": {"objective": Objective.dapo(top_entropy=0.5), "entropy_threshold": float("nan")},
+    "bias has shape": {"bias": torch.zeros(6)},
+    "bias has dtype": {"bias": torch.zeros(7, dtype=torch.int32)},
+    "softcap is 0.0": {"softcap": 0.0},
+    "softcap is inf": {"softcap": float("inf")},
+    "temperature has shape": {"temperature": torch.ones(4)},
+    "temperature holds 0.0 at row 1": {"temperature": torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0])},
 }
 
 
