@@ -30,7 +30,7 @@ settings.register_profile(
     "grpo",
     deadline=None,
     derandomize=os.environ.get("GRPO_FUZZ") != "1",
-    max_examples=int(os.environ.get("GRPO_EXAMPLES", "500")),
+    max_examples=int(os.environ.get("GRPO_EXAMPLES", "1500")),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("grpo")
