@@ -2,6 +2,8 @@
 
     python examples/sft.py [--model smollm2-135m | <folder> | <hub name>] [--steps N]
 
+The loss needs grpo_kernels only; the script borrows model loading and prompts from grpo_trainer (`make test` sets up an environment with all).
+
 Teaches a chat model to answer like a pirate, by questions about capitals; before and after, it is asked about a country not trained on.
 """
 

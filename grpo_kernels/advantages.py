@@ -99,7 +99,7 @@ def kl_penalized_rewards(
     Args:
         rewards: [completions], any real dtype.
         logprobs: [rows] with `cu_seqlens`, or padded [completions, length]: log-probabilities (natural log, floating point) under the
-            policy that sampled. Taken as float32, and as constants: no gradient flows.
+            policy that sampled. Taken as constants: no gradient flows.
         ref_logprobs: of the same shape, under the reference.
         coef: reward per nat, at least 0.
         kl: the estimate per token; "k1", `logprobs - ref_logprobs`, is the paper's. Differences are bounded as in the loss.
@@ -117,7 +117,7 @@ def kl_penalized_rewards(
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a tensor")
     check_choice("kl", kl, get_args(KLEstimator))
-    if not 0 <= coef < float("inf"):
+    if not isinstance(coef, int | float) or not 0 <= coef < float("inf"):
         raise ValueError(f"coef is {coef}; it must be finite and at least 0")
     if logprobs.dim() not in (1, 2):
         raise ValueError(f"logprobs has shape {tuple(logprobs.shape)}; it must be [rows] or [completions, length]")
@@ -252,7 +252,7 @@ def check_choice(name: str, given: str, allowed: tuple[str, ...]) -> None:
 
 
 def check_eps(eps: float) -> None:
-    if not 0 <= eps < float("inf"):
+    if not isinstance(eps, int | float) or not 0 <= eps < float("inf"):
         raise ValueError(f"eps is {eps}; it must be finite and at least 0")
 
 

@@ -18,12 +18,13 @@ from grpo_kernels.backends import select_backend
 from grpo_kernels.head import Head, check_head, check_support, working_dtype
 from grpo_kernels.head_pass import Wanted
 from grpo_kernels.linear_logprobs import LogprobJob, TokenLogprobs
-from grpo_kernels.linear_loss import GRPOLoss, LossJob, compute
+from grpo_kernels.linear_loss import PER_ROW, GRPOLoss, LossJob, compute
 from grpo_kernels.loss_rows import LossInputs, LossRows
 from grpo_kernels.objective import Objective
 from grpo_kernels.packing import LossCounts
 
 _op = torch.library.custom_op
+_OWN = 1 + len(PER_ROW)
 
 
 def compiled_linear_grpo_loss(
@@ -42,7 +43,7 @@ def compiled_linear_grpo_loss(
     results = _linear_grpo_loss(
         hidden, weight, bias, targets, *_flat(inputs), _heat(temperature), softcap, support, _group_name(group), backend, wanted
     )
-    return GRPOLoss(results[0], *(field.detach() for field in results[1:10]))
+    return _result(results)
 
 
 def compiled_linear_logprobs(
@@ -68,7 +69,12 @@ def compiled_selected_logprobs(logits: Tensor, targets: Tensor, mask: Tensor | N
 
 def compiled_loss(logprobs: Tensor, entropy: Tensor, inputs: LossInputs) -> GRPOLoss:
     results = _loss(logprobs, entropy, *_flat(inputs))
-    return GRPOLoss(results[0], *(field.detach() for field in results[1:10]))
+    return _result(results)
+
+
+def _result(results: list[Tensor]) -> GRPOLoss:
+    """The first of an op's results are those of GRPOLoss, the loss first; the others are for its backward op."""
+    return GRPOLoss(results[0], *(field.detach() for field in results[1:_OWN]))
 
 
 def _heat(temperature: float | Tensor) -> Tensor:
@@ -106,13 +112,16 @@ def _inputs(
 ) -> LossInputs:  # fmt: skip
     threshold = None if entropy_threshold is None else float(entropy_threshold)
     counts = None if tokens is None or sequences is None else LossCounts(tokens, sequences)
-    return LossInputs(Objective.of_key(objective), advantages, cu_seqlens, old, ref, rollout, mask, counts, sequence_lengths, threshold)
+    return LossInputs(
+        objective=Objective.of_key(objective), advantages=advantages, cu_seqlens=cu_seqlens, old_logprobs=old, ref_logprobs=ref,
+        rollout_logprobs=rollout, mask=mask, counts=counts, sequence_lengths=sequence_lengths, entropy_threshold=threshold,
+    )  # fmt: skip
 
 
-def _fields(shape: torch.Size, like: Tensor) -> list[Tensor]:
-    """Fakes of `GRPOLoss`: logprobs, entropy, ratio, kl; clipped low and high; rollout ratio and policy weight; computed."""
-    numbers, flags = [like.new_empty(shape) for _ in range(6)], [like.new_empty(shape, dtype=torch.bool) for _ in range(3)]
-    return [*numbers[:4], *flags[:2], *numbers[4:], flags[2]]
+def _fakes(shape: torch.Size, like: Tensor) -> list[Tensor]:
+    """Of `GRPOLoss`: a number, then numbers and flags per row."""
+    flags = ("clipped_low", "clipped_high", "computed")
+    return [like.new_empty(()), *(like.new_empty(shape, dtype=torch.bool if name in flags else like.dtype) for name in PER_ROW)]
 
 
 @_op("grpo_kernels::linear_grpo_loss", mutates_args=())
@@ -143,11 +152,11 @@ def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *arg
         like.new_empty(t.shape) if wants and t is not None else hidden.new_empty(0)
         for wants, t in zip(wanted, (hidden, weight, bias), strict=True)
     ]
-    return [like.new_empty(()), *_fields(targets.shape, like), *gradients]
+    return [*_fakes(targets.shape, like), *gradients]
 
 
 def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    ctx.save_for_backward(*output[10:])
+    ctx.save_for_backward(*output[_OWN:])
     ctx.dtypes = [t.dtype if wants and t is not None else None for wants, t in zip(inputs[-1], inputs[:3], strict=True)]
     ctx.others = len(inputs) - 3
 
@@ -284,18 +293,18 @@ def _loss(
         leaves = [t.detach().to(dtype, copy=True, memory_format=torch.contiguous_format).requires_grad_() for t in (logprobs, entropy)]
         result = logits.loss_of_rows(rows, *leaves)
         slopes = torch.autograd.grad(result.loss, leaves, materialize_grads=True)
-    fields = (getattr(result, name) for name in GRPOLoss.__dataclass_fields__)
+    fields = (result.loss, *(getattr(result, name) for name in PER_ROW))
     return [*(field.detach() for field in fields), *slopes]
 
 
 @_loss.register_fake
 def _(logprobs: Tensor, entropy: Tensor, *arguments: Any) -> list[Tensor]:
     like = logprobs.new_empty(0, dtype=torch.promote_types(logprobs.dtype, torch.float32))
-    return [like.new_empty(()), *_fields(logprobs.shape, like), like.new_empty(logprobs.shape), like.new_empty(logprobs.shape)]
+    return [*_fakes(logprobs.shape, like), like.new_empty(logprobs.shape), like.new_empty(logprobs.shape)]
 
 
 def _keep_slopes(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    ctx.save_for_backward(*output[10:])
+    ctx.save_for_backward(*output[_OWN:])
     ctx.dtypes = [t.dtype for t in inputs[:2]]
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 # Logits divided by less, or by more, leave what float32 can hold or tell apart.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
@@ -99,21 +99,24 @@ def check_head(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | N
         raise ValueError(f"weight has shape {tuple(weight.shape)}; it must be [V, H] with hidden's H = {hidden.shape[-1]}")
     if weight.shape[0] < 1 or weight.shape[1] < 1:
         raise ValueError(f"weight has shape {tuple(weight.shape)}; V and H must be at least 1")
-    if targets.shape != hidden.shape[:-1] or targets.dtype not in _INTEGERS:
-        raise ValueError(
-            f"targets has shape {tuple(targets.shape)} and dtype {targets.dtype}; "
-            f"it must hold integer ids of shape {tuple(hidden.shape[:-1])}"
-        )
+    check_target_shape(targets, hidden.shape[:-1])
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be [V], {tuple(weight.shape[:1])}")
     for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
-        if tensor is not None and tensor.dtype not in _DTYPES:
+        if tensor is not None and tensor.dtype not in DTYPES:
             raise ValueError(f"{name} has dtype {tensor.dtype}; it must be float16, bfloat16, float32 or float64")
     for name, tensor in (("weight", weight), ("targets", targets), ("bias", bias)):
         if tensor is not None and tensor.device != hidden.device:
             raise ValueError(f"{name} is on {tensor.device}, hidden on {hidden.device}; all tensors must be on one device")
-    if softcap is not None and not 0.0 < softcap < math.inf:
-        raise ValueError(f"softcap is {softcap}; it must be None or a finite number above 0")
+    if softcap is not None and not (isinstance(softcap, int | float) and 0.0 < softcap < math.inf):
+        raise ValueError(f"softcap is {softcap!r}; it must be None or a finite number above 0")
+
+
+def check_target_shape(targets: Tensor, shape: torch.Size) -> None:
+    if targets.shape != shape or targets.dtype not in INTEGERS:
+        raise ValueError(
+            f"targets has shape {tuple(targets.shape)} and dtype {targets.dtype}; it must hold integer ids of shape {tuple(shape)}"
+        )
 
 
 def check_support(support: Tensor | None, group: dist.ProcessGroup | None) -> None:
@@ -150,6 +153,8 @@ class HeadRows:
 def _temperatures(temperature: float | Tensor, targets: Tensor, rows: Tensor) -> Tensor:
     """[n] float64, so that the inverse is exact enough."""
     allowed = f"it must be from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}"
+    if not isinstance(temperature, Tensor | int | float):
+        raise TypeError(f"temperature is {temperature!r}; it must be a number or a tensor")
     if not isinstance(temperature, Tensor) or not temperature.dim():
         if not MIN_TEMPERATURE <= float(temperature) <= MAX_TEMPERATURE:
             raise ValueError(f"temperature is {float(temperature)}; {allowed}")
@@ -169,7 +174,7 @@ def _support(support: Tensor | None, targets: Tensor, rows: Tensor, vocabulary: 
         return None
     if not isinstance(support, Tensor):
         raise TypeError(f"support is a {type(support).__name__}; it must be a tensor")
-    if support.shape[:-1] != targets.shape or support.dtype not in _INTEGERS or support.shape[-1] < 1:
+    if support.shape[:-1] != targets.shape or support.dtype not in INTEGERS or support.shape[-1] < 1:
         raise ValueError(
             f"support has shape {tuple(support.shape)} and dtype {support.dtype}; "
             f"it must hold integer ids of shape {(*targets.shape, 'K')}, -1 where a row has fewer than K"

@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,20 +95,20 @@ class HeadPass:
         )
         self.rows_per_chunk = backend.rows_per_chunk(head.largest_slice)
 
-    def forward(self, hidden: Tensor, head_rows: HeadRows, *, gradients: bool = True) -> SoftmaxChunk:
+    def forward(self, hidden: Tensor, rows: HeadRows, *, gradients: bool = True) -> SoftmaxChunk:
         """`hidden` is [n, H]. Without `gradients` nothing is kept."""
         head = self._head
-        inverse_temperature = head_rows.temperatures.reciprocal()
-        rows = ChunkRows(hidden.to(self._dtype), head.own(head_rows.targets).contiguous(), inverse_temperature.to(self._dtype))
-        target_rows, target_logits = self._target_logits(rows, inverse_temperature)
+        inverse_temperature = rows.temperatures.reciprocal()
+        chunk_rows = ChunkRows(hidden.to(self._dtype), head.own(rows.targets).contiguous(), inverse_temperature.to(self._dtype))
+        target_rows, target_logits = self._target_logits(chunk_rows, inverse_temperature)
         offset = target_logits.to(self._dtype, copy=True)  # a redone row gets another
-        sweep = self._sweep(rows, offset, gradients)
+        sweep = self._sweep(chunk_rows, offset, gradients)
         extreme = is_extreme(sweep.others)
         if bool(extreme.any()):
-            self._redo(extreme.nonzero()[:, 0], rows, offset, sweep, gradients)
+            self._redo(extreme.nonzero()[:, 0], chunk_rows, offset, sweep, gradients)
         statistics = Statistics.of(sweep.others, sweep.weighted, target_logits - offset.double())
         return SoftmaxChunk(
-            rows=rows,
+            rows=chunk_rows,
             sweep=sweep,
             logprobs=statistics.logprobs.to(self._dtype),
             entropy=statistics.entropy.to(self._dtype),
@@ -220,11 +221,23 @@ def balanced(rows: int, most: int) -> Iterator[slice]:
 
 @contextmanager
 def exact_products(device: torch.device) -> Iterator[None]:
-    """Float32 products as float32: no autocast, no TF32 or bf16 passes whatever the caller's `set_float32_matmul_precision`."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
+    """Float32 products as float32: no autocast, no TF32 or bf16 passes whatever the caller's matmul precision settings say."""
+    # torch refuses to read the old setting (set_float32_matmul_precision) once a new one was made, so the new ones are used where they are.
+    backends: list[Any] = [module.matmul for module in (torch.backends.cuda, torch.backends.mkldnn)] if _NEW_SETTINGS else []
+    before = [backend.fp32_precision for backend in backends]
+    old = None if _NEW_SETTINGS else torch.get_float32_matmul_precision()
     try:
+        for backend in backends:
+            backend.fp32_precision = "ieee"
+        if old is not None:
+            torch.set_float32_matmul_precision("highest")
         with torch.autocast(device.type, enabled=False):
             yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision
+        if old is not None:
+            torch.set_float32_matmul_precision(old)
+
+
+_NEW_SETTINGS = hasattr(torch.backends, "mkldnn") and hasattr(getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision")

@@ -108,7 +108,7 @@ class LogprobJob:
             for piece in balanced(moves.numel(), head_pass.rows_per_chunk):
                 some = moves[piece]
                 at = self.rows[some]
-                chunk: Any = head_pass.forward(hidden[at], self.head_rows[some])
+                chunk = head_pass.forward(hidden[at], self.head_rows[some])
                 gradient = head_pass.backward(chunk, slopes[some], entropy_slopes[some])
                 if hidden_gradient is not None and gradient is not None:
                     hidden_gradient[at] = gradient

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from grpo_kernels.backends import Backend, select_backend
 from grpo_kernels.head import Head, HeadRows, check_head, check_support, working_dtype
-from grpo_kernels.head_pass import HeadPass, Wanted, balanced, exact_products
+from grpo_kernels.head_pass import Wanted, balanced, exact_products
 from grpo_kernels.loss_rows import LossInputs, LossRows
 from grpo_kernels.objective import Objective
 from grpo_kernels.packing import LossCounts
-from grpo_kernels.support_pass import SupportPass, pass_for
+from grpo_kernels.support_pass import RowPass, pass_for
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class GRPOLoss:
     float32 stands for float64 where an input is float64.
 
     Every per-row field has the caller's leading shape, [rows] or [batch, length], and is 0 (False) where `computed` is False: at masked
-    rows, and at rows that cannot move the weights (advantage 0 or policy weight 0, when nothing else gives them a gradient).
+    rows, and at rows that cannot move the weights (advantage 0 or policy weight 0, when nothing else gives them a gradient). Only
+    `rollout_ratio` and `policy_weight` are given at every row that counts.
 
     Attributes:
         loss: scalar float32, this call's share of the loss.
@@ -52,13 +53,11 @@ class GRPOLoss:
     computed: Tensor
 
     def metrics(self) -> dict[str, float]:
-        """Means over the computed rows for a log; 0 where there are none. `dropped` is the share of rows whose policy weight is 0, and the
-        rollout ratios are the raw ones, so that a correction that silently drops whole sequences shows (TRL #4772, #5231)."""
-        rows = self.computed
-        count = max(int(rows.sum()), 1)
-        ratio = self.rollout_ratio[rows].double()
-        if not ratio.numel():
-            ratio = ratio.new_ones(1)
+        """Means over the computed rows for a log; 0 where there are none. Over all rows that count: the raw rollout ratios, and `dropped`,
+        the share whose policy weight is 0, so that a correction that silently drops whole sequences shows (TRL #4772, #5231)."""
+        count = max(int(self.computed.sum()), 1)
+        counted = self.rollout_ratio != 0  # a ratio is never 0, so that it is where the mask is
+        ratio = self.rollout_ratio[counted].double() if bool(counted.any()) else self.rollout_ratio.new_ones(1).double()
         names = ("entropy", "ratio", "kl", "clipped_low", "clipped_high")
         means = {name: float(getattr(self, name).double().sum()) / count for name in names}
         return {
@@ -66,8 +65,11 @@ class GRPOLoss:
             "rollout_ratio_min": float(ratio.min()),
             "rollout_ratio_mean": float(ratio.mean()),
             "rollout_ratio_max": float(ratio.max()),
-            "dropped": float((rows & (self.policy_weight == 0)).sum()) / count,
+            "dropped": float((counted & (self.policy_weight == 0)).sum()) / max(int(counted.sum()), 1),
         }
+
+
+PER_ROW = tuple(field.name for field in fields(GRPOLoss))[1:]
 
 
 def linear_grpo_loss(
@@ -131,11 +133,12 @@ def linear_grpo_loss(
         ValueError, TypeError: before any work, naming the argument, what was given and what is allowed.
         RuntimeError: in backward, when a second derivative is asked for, or a second backward without retain_graph in the first.
 
-    Source: DESIGN 2; `Objective` names the papers; see `grpo_kernels.head_pass` for the anchored softmax.
+    Source: `Objective` names the papers; see `grpo_kernels.head_pass` for the anchored softmax.
     """
     inputs = LossInputs(
-        objective, advantages, cu_seqlens, old_logprobs, ref_logprobs, rollout_logprobs, mask, counts, sequence_lengths, entropy_threshold
-    )
+        objective=objective, advantages=advantages, cu_seqlens=cu_seqlens, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs,
+        rollout_logprobs=rollout_logprobs, mask=mask, counts=counts, sequence_lengths=sequence_lengths, entropy_threshold=entropy_threshold,
+    )  # fmt: skip
     if torch.compiler.is_compiling():
         from grpo_kernels.compiled import compiled_linear_grpo_loss  # the custom ops exist only where torch.compile is used
 
@@ -162,7 +165,7 @@ class LossJob:
         cls, targets: Tensor, inputs: LossInputs, temperature: float | Tensor, support: Tensor | None, head: Head, backend: Backend
     ) -> LossJob:
         rows = LossRows.of(targets, inputs)
-        return cls(rows, HeadRows.of(rows.rows, head.vocabulary, targets, temperature, support), head, backend)
+        return cls(rows, HeadRows.of(rows.index, head.vocabulary, targets, temperature, support), head, backend)
 
 
 class _LinearGRPO(torch.autograd.Function):
@@ -194,7 +197,7 @@ class _LinearGRPO(torch.autograd.Function):
 
 @dataclass
 class Outcome:
-    """`fields`: those of GRPOLoss after `loss`. `gradients`: of hidden [N, H], weight and bias, or None."""
+    """`fields`: those of GRPOLoss after `loss`, in order. `gradients`: of hidden [N, H], weight and bias, or None."""
 
     loss: Tensor
     fields: tuple[Tensor, ...]
@@ -203,94 +206,101 @@ class Outcome:
 
 def compute(hidden: Tensor, job: LossJob, wanted: Wanted) -> Outcome:
     """The whole pass, without autograd: `hidden` is [N, H]."""
-    head = job.head
+    head, count = job.head, job.head_rows.targets.numel()
     dtype = working_dtype(hidden, head.weight)
     with torch.no_grad(), exact_products(hidden.device):
-        head_pass = pass_for(job.head_rows, head, job.backend, dtype, wanted)
-        logprobs = torch.empty(job.head_rows.targets.numel(), dtype=dtype, device=hidden.device)
-        entropy = torch.empty_like(logprobs)
-        hidden_gradient = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device) if wanted.hidden else None
-        sweeps = _Sweeps(hidden, job, head_pass, logprobs, entropy, hidden_gradient)
-        rows = sweeps.run(wanted)
-        loss, tokens = rows.value(logprobs, entropy)
-        if hidden_gradient is not None and head.slice is not None:
-            head.slice.sum(hidden_gradient)
-    return Outcome(loss, rows.fields(logprobs, entropy, tokens), (hidden_gradient, *head_pass.parameter_gradients()))
+        chunks = _Chunks(
+            hidden=hidden,
+            job=job,
+            head_pass=pass_for(job.head_rows, head, job.backend, dtype, wanted),
+            logprobs=torch.zeros(count, dtype=dtype, device=hidden.device),
+            entropy=torch.zeros(count, dtype=dtype, device=hidden.device),
+            hidden_gradient=torch.zeros(hidden.shape, dtype=dtype, device=hidden.device) if wanted.hidden else None,
+        )
+        rows = chunks.run(gradients=wanted.any)
+        loss, tokens = rows.value(chunks.logprobs, chunks.entropy)
+        if chunks.hidden_gradient is not None and head.slice is not None:
+            head.slice.sum(chunks.hidden_gradient)
+    per_row = rows.fields(chunks.logprobs, chunks.entropy, tokens)
+    return Outcome(loss, tuple(per_row[name] for name in PER_ROW), (chunks.hidden_gradient, *chunks.head_pass.parameter_gradients()))
 
 
 @dataclass(frozen=True)
-class _Sweeps:
-    """The chunks of a job. `logprobs` and `entropy` [n] are filled; `hidden_gradient` [N, H] where wanted."""
+class _Chunks:
+    """The chunks of a job, and in which order they go through the head. `logprobs` and `entropy` [n] are filled, and `hidden_gradient`
+    [N, H] where wanted."""
 
     hidden: Tensor
     job: LossJob
-    head_pass: HeadPass | SupportPass
+    head_pass: RowPass
     logprobs: Tensor
     entropy: Tensor
     hidden_gradient: Tensor | None
 
-    def run(self, wanted: Wanted) -> LossRows:
+    def run(self, *, gradients: bool) -> LossRows:
         """Returns the job's rows, with the entropy threshold where it is found here."""
         rows, most = self.job.rows, self.head_pass.rows_per_chunk
-        everything = slice(0, rows.rows.numel())
+        everything = slice(0, rows.index.numel())
         if rows.picks_by_entropy:
-            self._forward_only(everything)
+            # The threshold is a quantile over all rows, so their entropies come first; then only rows that it leaves need a gradient.
+            self._forward(everything)
             rows = rows.picked(self.entropy)
-            if wanted.any:
-                self._backward_with_slopes(rows, everything)
-        elif not wanted.any:
-            self._forward_only(everything)
+            if gradients:
+                self._backward(rows, everything)
+        elif not gradients:
+            self._forward(everything)
         elif rows.couples_tokens and rows.slopes_are_known:
-            self.logprobs.zero_()
-            self._backward_with_slopes(rows, everything, forward_as_well=True)
+            # The first update on a batch: every ratio is 1 whatever the log-probabilities are, and so is every slope; the zeros that
+            # stand for them are replaced chunk by chunk.
+            self._backward(rows, everything, forward=True)
         elif rows.couples_tokens:
             for piece in whole_sequences(rows.sequence_of_row, most):
                 if piece.stop - piece.start <= most:
                     self._forward_and_backward(rows, piece)
-                else:
-                    self._forward_only(piece)
-                    self._backward_with_slopes(rows, piece)
+                else:  # longer than a chunk: its log-probabilities, and then its slopes, need a pass of their own
+                    self._forward(piece)
+                    self._backward(rows, piece)
         else:
             for piece in balanced(everything.stop, most):
                 self._forward_and_backward(rows, piece)
         return rows
 
-    def _forward(self, at: slice | Tensor, *, gradients: bool) -> Any:
-        job = self.job
-        return self.head_pass.forward(self.hidden[job.rows.rows[at]], job.head_rows[at], gradients=gradients)
+    def _forward(self, piece: slice) -> None:
+        """Log-probabilities and entropies of a piece of any size."""
+        for part in balanced(piece.stop - piece.start, self.head_pass.rows_per_chunk):
+            at = slice(piece.start + part.start, piece.start + part.stop)
+            self._write(at, self._chunk(at, gradients=False))
+
+    def _forward_and_backward(self, rows: LossRows, piece: slice) -> None:
+        """Of a piece that fits a chunk and has what its slopes depend on."""
+        chunk = self._chunk(piece, gradients=True)
+        self._write(piece, chunk)
+        self._add_gradients(piece, chunk, rows.take(piece).slopes(chunk.logprobs, chunk.entropy))
+
+    def _backward(self, rows: LossRows, piece: slice, *, forward: bool = False) -> None:
+        """The slopes of a piece of any size at once, from the log-probabilities that are there, then its gradients; rows without slopes
+        are left out. `forward`: the log-probabilities are written as well, which the slopes do not depend on, and no row is left out."""
+        whole = rows.take(piece)
+        slopes = whole.slopes(self.logprobs[piece], self.entropy[piece])
+        moves = (slopes != 0) | (whole.bonus != 0) | forward
+        places = moves.nonzero()[:, 0]
+        for part in balanced(places.numel(), self.head_pass.rows_per_chunk):
+            at = places[part] + piece.start
+            chunk = self._chunk(at, gradients=True)
+            if forward:
+                self._write(at, chunk)
+            self._add_gradients(at, chunk, slopes[places[part]])
+
+    def _chunk(self, at: slice | Tensor, *, gradients: bool) -> Any:
+        return self.head_pass.forward(self.hidden[self.job.rows.index[at]], self.job.head_rows[at], gradients=gradients)
 
     def _write(self, at: slice | Tensor, chunk: Any) -> None:
         self.logprobs[at], self.entropy[at] = chunk.logprobs, chunk.entropy
 
-    def _forward_only(self, piece: slice) -> None:
-        for part in balanced(piece.stop - piece.start, self.head_pass.rows_per_chunk):
-            at = slice(piece.start + part.start, piece.start + part.stop)
-            self._write(at, self._forward(at, gradients=False))
-
-    def _forward_and_backward(self, rows: LossRows, piece: slice) -> None:
-        chunk = self._forward(piece, gradients=True)
-        self._write(piece, chunk)
-        part = rows.take(piece)
-        self._backward(piece, chunk, part.slopes(chunk.logprobs, chunk.entropy))
-
-    def _backward_with_slopes(self, rows: LossRows, piece: slice, *, forward_as_well: bool = False) -> None:
-        """The slopes of all rows of the piece at once, from the log-probabilities that are there; rows that have none are left out."""
-        part = rows.take(piece)
-        slopes = part.slopes(self.logprobs[piece], self.entropy[piece])
-        moves = torch.ones_like(slopes, dtype=torch.bool) if forward_as_well else (slopes != 0) | (part.bonus != 0)
-        at = moves.nonzero()[:, 0]
-        for part_of_it in balanced(at.numel(), self.head_pass.rows_per_chunk):
-            some = at[part_of_it]
-            chunk = self._forward(some + piece.start, gradients=True)
-            if forward_as_well:
-                self._write(some + piece.start, chunk)
-            self._backward(some + piece.start, chunk, slopes[some])
-
-    def _backward(self, at: slice | Tensor, chunk: Any, slopes: Tensor) -> None:
-        entropy_slopes = -self.job.rows.bonus[at].to(slopes.dtype)
-        gradient = self.head_pass.backward(chunk, slopes, entropy_slopes)
+    def _add_gradients(self, at: slice | Tensor, chunk: Any, slopes: Tensor) -> None:
+        gradient = self.head_pass.backward(chunk, slopes, -self.job.rows.bonus[at].to(slopes.dtype))
         if self.hidden_gradient is not None and gradient is not None:
-            self.hidden_gradient[self.job.rows.rows[at]] = gradient
+            self.hidden_gradient[self.job.rows.index[at]] = gradient
 
 
 def whole_sequences(sequence_of_row: Tensor, most: int) -> Iterator[slice]:

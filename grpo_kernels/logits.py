@@ -9,15 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.head import HeadRows
+from grpo_kernels.head import DTYPES, HeadRows, check_target_shape
 from grpo_kernels.linear_logprobs import TokenLogprobs
 from grpo_kernels.linear_loss import GRPOLoss
 from grpo_kernels.loss_rows import LossInputs, LossRows
 from grpo_kernels.objective import Objective
 from grpo_kernels.packing import LossCounts, RowLayout
 from grpo_kernels.softmax import Statistics, is_extreme, target_slope
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def selected_logprobs(
@@ -72,8 +70,9 @@ def grpo_loss(
 ) -> GRPOLoss:
     """`linear_grpo_loss` for trainers that have the logits; see there for the arguments, and `selected_logprobs` for `overwrite_logits`."""
     inputs = LossInputs(
-        objective, advantages, cu_seqlens, old_logprobs, ref_logprobs, rollout_logprobs, mask, counts, sequence_lengths, entropy_threshold
-    )
+        objective=objective, advantages=advantages, cu_seqlens=cu_seqlens, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs,
+        rollout_logprobs=rollout_logprobs, mask=mask, counts=counts, sequence_lengths=sequence_lengths, entropy_threshold=entropy_threshold,
+    )  # fmt: skip
     if torch.compiler.is_compiling():
         from grpo_kernels.compiled import compiled_loss  # the custom ops exist only where torch.compile is used
 
@@ -81,8 +80,7 @@ def grpo_loss(
         return compiled_loss(selected.logprobs, selected.entropy, inputs)
     check_logits(logits, targets, overwrite_logits=overwrite_logits)
     rows = LossRows.of(targets, inputs)
-    moves = rows.scatter(torch.ones_like(rows.rows, dtype=torch.bool))
-    selected = selected_logprobs(logits, targets, mask=moves, temperature=temperature, overwrite_logits=overwrite_logits)
+    selected = selected_logprobs(logits, targets, mask=rows.moves(), temperature=temperature, overwrite_logits=overwrite_logits)
     return loss_of_rows(rows, selected.logprobs, selected.entropy)
 
 
@@ -106,8 +104,9 @@ def grpo_loss_from_logprobs(
     `entropy`, of the same shape, is needed by `objective.entropy_coef` and `objective.top_entropy`. Otherwise as `linear_grpo_loss`.
     """
     inputs = LossInputs(
-        objective, advantages, cu_seqlens, old_logprobs, ref_logprobs, rollout_logprobs, mask, counts, sequence_lengths, entropy_threshold
-    )
+        objective=objective, advantages=advantages, cu_seqlens=cu_seqlens, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs,
+        rollout_logprobs=rollout_logprobs, mask=mask, counts=counts, sequence_lengths=sequence_lengths, entropy_threshold=entropy_threshold,
+    )  # fmt: skip
     if not isinstance(objective, Objective):
         raise TypeError(f"objective is {objective!r}; it must be an Objective, such as Objective.dapo()")
     if entropy is None and (objective.entropy_coef or objective.top_entropy < 1.0):
@@ -130,25 +129,21 @@ def grpo_loss_from_logprobs(
 def loss_of_rows(rows: LossRows, logprobs: Tensor, entropy: Tensor) -> GRPOLoss:
     """`logprobs` and `entropy` are of the caller's shape; the loss is differentiable in both."""
     dtype = torch.promote_types(logprobs.dtype, torch.float32)
-    mine, uncertainty = (tensor.reshape(-1)[rows.rows].to(dtype) for tensor in (logprobs, entropy))
+    mine, uncertainty = (tensor.reshape(-1)[rows.index].to(dtype) for tensor in (logprobs, entropy))
     rows = rows.picked(uncertainty)
     loss, tokens = rows.value(mine, uncertainty)
-    return GRPOLoss(loss, *rows.fields(mine, uncertainty, tokens))
+    return GRPOLoss(loss, **rows.fields(mine, uncertainty, tokens))
 
 
 def check_logits(logits: Tensor, targets: Tensor, *, overwrite_logits: bool) -> None:
     if not isinstance(logits, Tensor) or not isinstance(targets, Tensor):
         raise TypeError(f"logits is a {type(logits).__name__}, targets a {type(targets).__name__}; both must be tensors")
-    if logits.dim() not in (2, 3) or logits.shape[-1] < 1 or logits.dtype not in _DTYPES:
+    if logits.dim() not in (2, 3) or logits.shape[-1] < 1 or logits.dtype not in DTYPES:
         raise ValueError(
             f"logits has shape {tuple(logits.shape)} and dtype {logits.dtype}; "
             "it must be float16, bfloat16, float32 or float64, [rows, V] or [batch, length, V]"
         )
-    if targets.shape != logits.shape[:-1] or targets.dtype.is_floating_point or targets.dtype.is_complex or targets.dtype == torch.bool:
-        raise ValueError(
-            f"targets has shape {tuple(targets.shape)} and dtype {targets.dtype}; "
-            f"it must hold integer ids of shape {tuple(logits.shape[:-1])}"
-        )
+    check_target_shape(targets, logits.shape[:-1])
     if targets.device != logits.device:
         raise ValueError(f"targets is on {targets.device}, logits on {logits.device}; all tensors must be on one device")
     if overwrite_logits and any(stride == 0 and size > 1 for stride, size in zip(logits.stride(), logits.shape, strict=True)):

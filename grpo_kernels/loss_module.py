@@ -55,7 +55,7 @@ class LossModule(nn.Module):
         TypeError, ValueError: for a model whose logits are more than head(hidden state), which would be ignored silently: LoRA or another
             adapter on the head, a quantised head, prompt tuning, parameters outside of decoder and head, a scale of the logits.
 
-    Source: DESIGN 2; TRL #3260, #7245, #5282 (hooks never armed), #4612 (LoRA on the head ignored).
+    Source: TRL #3260, #7245, #5282 (hooks never armed), #4612 (LoRA on the head ignored).
     """
 
     def __init__(self, model: nn.Module, *, objective: Objective, data_parallel_size: int = 1) -> None:
@@ -106,8 +106,8 @@ class LossModule(nn.Module):
             GRPOLoss, its fields [B, L] and its `loss` times `data_parallel_size`; without `advantages` TokenLogprobs, [B, L].
 
         Raises:
-            ValueError, TypeError: naming the argument; also without `counts` where `data_parallel_size` is above 1, for half-precision
-                log-probabilities, and for a head that is a shard here.
+            ValueError, TypeError: naming the argument; also without `counts` where `data_parallel_size` is above 1, for log-probabilities,
+                advantages or temperatures in half precision, and for a head that is a shard here.
         """
         self._check_batch(input_ids, completion_mask, advantages, counts)
         _check_precision(

@@ -39,8 +39,9 @@ class LossInputs:
                 raise TypeError(f"{name} is a {type(value).__name__}; it must be a tensor")
         if self.entropy_threshold is not None and objective.top_entropy == 1.0:
             raise ValueError(f"entropy_threshold is {self.entropy_threshold}, but objective.top_entropy is 1: every token is kept")
-        if self.entropy_threshold is not None and self.entropy_threshold != self.entropy_threshold:
-            raise ValueError(f"entropy_threshold is {self.entropy_threshold}; it must be a number of nats")
+        threshold = self.entropy_threshold
+        if threshold is not None and not (isinstance(threshold, int | float) and threshold == threshold):
+            raise ValueError(f"entropy_threshold is {threshold!r}; it must be None or a number of nats")
         if objective.kl_coef and self.ref_logprobs is None:
             raise ValueError(f"objective.kl_coef is {objective.kl_coef}, but ref_logprobs is None; give them, or set kl_coef to 0")
         if objective.rollout_correction is not None and self.rollout_logprobs is None:
@@ -51,14 +52,17 @@ class LossInputs:
 class LossRows:
     """The rows of a call that can move the weights, and what the loss needs to know of each but its log-probability.
 
-    `rows` [n] int64 are indices into the flattened input, in order; every other tensor is [n] and aligned with them, but for `lengths`,
-    [sequences]. `objective` is without its rollout correction where that is in `policy_weight` already; `rollout_ratio` is then its ratio.
-    `shares` and `bonus`, float64, are the weights of a token's loss and of its entropy.
+    `index` [n] int64 are their places in the flattened input, in order; the other tensors are [n] and aligned with them, but for `lengths`
+    [sequences] and the `counted` ones, of all rows that count. `objective` is without its rollout correction where that is in
+    `policy_weight` already; `rollout_ratio` is then its ratio. `shares` and `bonus`, float64, weigh a token's loss and its entropy.
     """
 
     objective: Objective
     layout: RowLayout
-    rows: Tensor
+    counted: Tensor
+    counted_ratio: Tensor
+    counted_weight: Tensor
+    index: Tensor
     advantages: Tensor
     old: Tensor | None
     ref: Tensor | None
@@ -96,7 +100,10 @@ class LossRows:
         every = cls(
             objective=objective,
             layout=layout,
-            rows=counted,
+            counted=counted,
+            counted_ratio=torch.ones_like(advantages),
+            counted_weight=torch.ones_like(advantages),
+            index=counted,
             advantages=advantages,
             old=per_row("old_logprobs"),
             ref=per_row("ref_logprobs"),
@@ -118,8 +125,11 @@ class LossRows:
         if correction is None or self.old is None or self.objective.policy_loss == "vespo":  # vespo has it inside of its own weight
             return self
         ratio = correction.ratio(self.batch(self.old, torch.zeros_like(self.old)))
-        objective = replace(self.objective, rollout_correction=None)
-        return replace(self, objective=objective, rollout_ratio=ratio, policy_weight=correction.weight(ratio))
+        weight = correction.weight(ratio)
+        return replace(
+            self, objective=replace(self.objective, rollout_correction=None), rollout_ratio=ratio, policy_weight=weight,
+            counted_ratio=ratio, counted_weight=weight,
+        )  # fmt: skip
 
     def _that_move(self) -> LossRows:
         if self.objective.moves_without_advantage or self.picks_by_entropy:
@@ -132,7 +142,7 @@ class LossRows:
         return self if bool(moves.all()) else self.take(moves.nonzero()[:, 0])
 
     def take(self, at: Tensor | slice) -> LossRows:
-        names = ("rows", "advantages", "old", "ref", "rollout", "sequence_of_row", "shares", "policy_weight", "rollout_ratio", "bonus")
+        names = ("index", "advantages", "old", "ref", "rollout", "sequence_of_row", "shares", "policy_weight", "rollout_ratio", "bonus")
         values: dict[str, Any] = {name: getattr(self, name) for name in names}
         return replace(self, **{name: value[at] for name, value in values.items() if value is not None})
 
@@ -145,9 +155,7 @@ class LossRows:
 
     @property
     def couples_tokens(self) -> bool:
-        """Whether a token's d loss / d logp depends on the current log-probabilities of others in its sequence."""
-        correction = self.objective.rollout_correction
-        return self.objective.couples_tokens or (correction is not None and correction.level != "token")
+        return bool(self.objective.looks_at_sequences)
 
     @property
     def slopes_are_known(self) -> bool:
@@ -169,21 +177,35 @@ class LossRows:
             lengths=self.lengths,
             policy_weight=self.policy_weight,
             entropy_threshold=self.entropy_threshold,
+            whole_sequences=self.couples_tokens,
         )
 
-    def scatter(self, values: Tensor) -> Tensor:
-        """`values` [n] at their rows, in the caller's shape; 0 elsewhere."""
-        flat = torch.zeros(self.layout.shape.numel(), dtype=values.dtype, device=values.device)
-        flat[self.rows] = values
-        return flat.view(self.layout.shape)
+    def moves(self) -> Tensor:
+        """Whether each row of the input is one of these, bool in the caller's shape."""
+        return self._scatter(torch.ones_like(self.index, dtype=torch.bool))
 
-    def fields(self, logprobs: Tensor, entropy: Tensor, tokens: TokenLoss) -> tuple[Tensor, ...]:
-        """Those of `GRPOLoss` after `loss`, in the caller's shape."""
-        values = (logprobs.detach(), entropy.detach(), tokens.ratio, tokens.kl)
-        flags = (tokens.clipped_low, tokens.clipped_high)
-        factors = (tokens.rollout_ratio, tokens.policy_weight)
-        numbers = [self.scatter(field.to(logprobs.dtype)) for field in (*values, *factors)]
-        return *numbers[:4], *map(self.scatter, flags), *numbers[4:], self.scatter(torch.ones_like(self.rows, dtype=torch.bool))
+    def fields(self, logprobs: Tensor, entropy: Tensor, tokens: TokenLoss) -> dict[str, Tensor]:
+        """Those of `GRPOLoss` but `loss`, in the caller's shape."""
+        dtype = logprobs.dtype
+        return {
+            "logprobs": self._scatter(logprobs.detach()),
+            "entropy": self._scatter(entropy.detach()),
+            "ratio": self._scatter(tokens.ratio.to(dtype)),
+            "kl": self._scatter(tokens.kl.to(dtype)),
+            "clipped_low": self._scatter(tokens.clipped_low),
+            "clipped_high": self._scatter(tokens.clipped_high),
+            "rollout_ratio": self._scatter(tokens.rollout_ratio.to(dtype), self.counted_ratio.to(dtype)),
+            "policy_weight": self._scatter(tokens.policy_weight.to(dtype), self.counted_weight.to(dtype)),
+            "computed": self.moves(),
+        }
+
+    def _scatter(self, values: Tensor, counted: Tensor | None = None) -> Tensor:
+        """`values` [n] at their rows, `counted` at the others that count, 0 elsewhere."""
+        flat = torch.zeros(self.layout.shape.numel(), dtype=values.dtype, device=values.device)
+        if counted is not None:
+            flat[self.counted] = counted
+        flat[self.index] = values
+        return flat.view(self.layout.shape)
 
     def value(self, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, TokenLoss]:
         """The loss of these rows, a scalar summed in float64, and what it is made of."""
@@ -208,16 +230,11 @@ def _scalar(value: float | None, device: torch.device) -> Tensor | None:
 
 
 def _check_sequences(objective: Objective, layout: RowLayout, sequence_lengths: Tensor | None) -> None:
-    correction = objective.rollout_correction
-    looks_at_sequences = {
-        "aggregation 'sequence'": objective.aggregation == "sequence",
-        "ratio_level 'sequence'": objective.ratio_level == "sequence",
-        f"policy_loss {objective.policy_loss!r}": objective.policy_loss in ("gmpo", "vespo"),
-        "off_policy_threshold": objective.off_policy_threshold is not None,
-        "rollout_correction.level": correction is not None and correction.level != "token",
-    }
-    for what, looks in looks_at_sequences.items():
-        if looks and layout.sequences is None:
-            raise ValueError(f"{what} needs the boundaries of packed rows: give cu_seqlens, or padded rows [batch, length, H]")
-        if looks and sequence_lengths is not None and not what.startswith("aggregation"):
-            raise ValueError(f"sequence_lengths is given, but {what} needs every token of a sequence in one call; do not cut sequences")
+    reasons = objective.looks_at_sequences
+    averages = ["aggregation 'sequence'"] if objective.aggregation == "sequence" else []
+    if layout.sequences is None and (reasons or averages):
+        raise ValueError(
+            f"{(reasons + averages)[0]} needs the boundaries of packed rows: give cu_seqlens, or padded rows [batch, length, H]"
+        )
+    if sequence_lengths is not None and reasons:
+        raise ValueError(f"sequence_lengths is given, but {reasons[0]} needs every token of a sequence in one call; do not cut sequences")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -20,7 +21,7 @@ CorrectionLevel = Literal["token", "sequence", "geometric"]
 CorrectionMode = Literal["truncate", "mask"]
 
 # Log-ratios are held in [-20, 20] before exp: e^20 = 4.9e8 is far outside every clip range, and a finite input then gives a
-# finite loss and gradient (exp overflows float32 at 88). Beyond the bound the term is constant, so its gradient is 0.
+# finite loss and gradient (exp overflows float32 at 88). Beyond the bound a ratio or an estimate is constant, so its gradient is 0.
 MAX_LOG_RATIO = 20.0
 # VESPO's authors bound the sequence weight from below at 1e-8.
 _VESPO_MIN_LOG_WEIGHT = math.log(1e-8)
@@ -30,8 +31,9 @@ _VESPO_MIN_LOG_WEIGHT = math.log(1e-8)
 class TokenBatch:
     """What the objective of some tokens is computed from, and what a user's own `policy_loss` is given.
 
-    [n] tensors in float32, or float64 where the hidden states are: only tokens that count (mask true), whole sequences of them where the
-    objective `couples_tokens`. Only `logprobs` carries a gradient.
+    [n] tensors in float32, or float64 where the hidden states are: only tokens that count (mask true), and whole sequences of them only
+    with `Objective.ratio_level` "sequence" or where else the objective looks at sequences; otherwise any part of them that fits. Only
+    `logprobs` carries a gradient. `policy_weight` and `entropy_threshold` are applied after the policy loss, not by it.
 
     Attributes:
         logprobs: log-probabilities of the targets under the current policy, in nats.
@@ -44,6 +46,7 @@ class TokenBatch:
         lengths: [sequences] float, the tokens of each sequence that count, at least 1.
         policy_weight: constant factor of each token's policy loss that is known beforehand.
         entropy_threshold: tokens of smaller entropy have no policy loss, or None.
+        whole_sequences: whether all of a sequence's tokens are here.
     """
 
     logprobs: Tensor
@@ -56,9 +59,16 @@ class TokenBatch:
     lengths: Tensor
     policy_weight: Tensor
     entropy_threshold: Tensor | None = None
+    whole_sequences: bool = True
 
     def sequence_sum(self, values: Tensor) -> Tensor:
-        """The sum of `values` [n] over each token's sequence, [n]."""
+        """The sum of `values` [n] over each token's sequence, [n].
+
+        Raises:
+            ValueError: where only a part of a sequence may be here.
+        """
+        if not self.whole_sequences:
+            raise ValueError("ratio_level is 'token'; a policy_loss that looks at whole sequences needs Objective(ratio_level='sequence')")
         sums = torch.zeros(self.lengths.numel(), dtype=values.dtype, device=values.device)
         return sums.index_add(0, self.sequence_of_row, values)[self.sequence_of_row]
 
@@ -93,10 +103,14 @@ class RolloutCorrection:
 
     level: "token", each token's ratio; "sequence", the product over a sequence, which grows with its length; "geometric", the product to
         the power 1 / length, whose bounds mean the same at every length.
-    mode: "truncate", w is held in [low, high] (TIS, https://fengyao.notion.site/off-policy-rl); "mask", w outside of it becomes 0 (MIS).
+    mode: "truncate", w is held in [low, high] (TIS, https://fengyao.notion.site/off-policy-rl); "mask", w outside of it becomes 0 (MIS,
+        https://richardli.xyz/rl-collapse).
     low, high: bounds of the ratio; None: no bound on that side.
 
     A token whose rollout log-probability is NaN (an engine that could not score it) has ratio 1.
+
+    Raises:
+        ValueError: at construction, naming the field.
     """
 
     level: CorrectionLevel = "token"
@@ -133,7 +147,8 @@ class RolloutCorrection:
         return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
 
 
-_BY_KEY: dict[str, Objective] = {}
+_BY_SETTINGS: dict[str, Objective] = {}
+_WITH_FUNCTION: weakref.WeakValueDictionary[str, Objective] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True)
@@ -147,7 +162,8 @@ class Objective:
         cispo       -sg(min(r, 1 + clip_high)) A logp                                        arXiv 2506.13585 eq. 4
         sapo        -(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A                  arXiv 2511.20347
         gmpo        -A exp(mean over the sequence of log r, each clipped at -clip_low, clip_high as by PPO)    arXiv 2507.20673
-        vespo       -sg(phi(w)) A logp, phi(w) = w^k e^(lambda (1 - w)), w = prod r of the sequence    arXiv 2602.10693
+        vespo       -sg(phi(w)) A logp, phi(w) = w^k e^(lambda (1 - w)), w = prod of the sequence's token ratios,
+                    rollout-corrected ones with `rollout_correction`                         arXiv 2602.10693
         reinforce   -A logp
         a function  of a `TokenBatch`, that returns the [n] losses, differentiable in `logprobs`
 
@@ -160,12 +176,15 @@ class Objective:
     All counts are global, see `LossCounts`.
 
     KL, with d = ref - logp: k1 = -d, k2 = d^2 / 2, k3 = e^d - d - 1 (Schulman 2020, http://joschu.net/blog/kl-approx.html). k1's gradient
-    in the loss has expectation zero on policy: it is only noise. `kl_ratio_corrected` multiplies by r, which makes the gradient of k3
-    that of the reverse KL (arXiv 2512.02556 eq. 7). For KL in the reward leave kl_coef at 0 and see `kl_penalized_rewards`.
+    in the loss has expectation zero on policy: it is only noise. `kl_ratio_corrected` multiplies by r, which with the token's r makes the
+    gradient of k3 that of the reverse KL (arXiv 2512.02556 eq. 7). For KL in the reward leave kl_coef at 0: `kl_penalized_rewards`.
 
-    `policy_weight` is the product of: `rollout_correction`, see there; `off_policy_threshold`, which drops the tokens with A < 0 of a
-    sequence whose mean(rollout - logp), or mean(old - logp) without rollout log-probabilities, is larger (arXiv 2512.02556 eq. 9);
-    `top_entropy`, which keeps the policy loss of that fraction of the tokens, those of largest entropy (arXiv 2506.01939).
+    `policy_weight` is the product of: `rollout_correction`, see there (but for vespo); `off_policy_threshold`, which drops the tokens with
+    A < 0 of a sequence whose mean(rollout - logp), or mean(old - logp) without rollout log-probabilities, is larger (arXiv 2512.02556
+    eq. 9); `top_entropy`, which keeps the policy loss of that fraction of the tokens, those of largest entropy, and of one at least (arXiv
+    2506.01939). A function as `policy_loss` is not clipped, but weighted, averaged and joined with KL and entropy like the others; one
+    that looks at whole sequences says so by `ratio_level` "sequence". GMPO's range holds as in its equation 4, -clip_low to clip_high for
+    either sign of A. Make an objective once, not per step: torch.compile tells them apart.
 
     Raises:
         ValueError: at construction, naming the field, what was given and what is allowed.
@@ -218,7 +237,9 @@ class Objective:
                 f"rollout_correction.level is {self.rollout_correction.level!r}; policy_loss 'vespo', which multiplies the tokens' "
                 "ratios itself, needs 'token'"
             )
-        if self.aggregation == "constant" and not (isinstance(self.constant_length, int) and self.constant_length >= 1):
+        if not isinstance(self.kl_ratio_corrected, bool):
+            raise ValueError(f"kl_ratio_corrected is {self.kl_ratio_corrected!r}; it must be True or False")
+        if self.aggregation == "constant" and not (type(self.constant_length) is int and self.constant_length >= 1):
             raise ValueError(
                 f"constant_length is {self.constant_length}; aggregation 'constant' needs the maximum completion length (at least 1)"
             )
@@ -231,10 +252,11 @@ class Objective:
         self._register()  # in the process that it was sent to as well
 
     def _register(self) -> None:
-        # A function is told by its identity: two of them may print alike.
-        own = f" {id(self.policy_loss)}" if callable(self.policy_loss) else ""
-        object.__setattr__(self, "key", repr(self) + own)
-        _BY_KEY[self.key] = self
+        """For `of_key`. Equal settings share an entry. One with a function, which may hold a batch's tensors, is told by its identity, for
+        two functions may print alike, and is forgotten with its last owner."""
+        registry: MutableMapping[str, Objective] = _WITH_FUNCTION if callable(self.policy_loss) else _BY_SETTINGS
+        object.__setattr__(self, "key", f"{self!r} {id(self)}" if callable(self.policy_loss) else repr(self))
+        registry[self.key] = self
 
     @classmethod
     def grpo(cls, **changes: Any) -> Objective:
@@ -268,7 +290,8 @@ class Objective:
 
     @classmethod
     def cispo(cls, *, max_weight: float = 5.0, **changes: Any) -> Objective:
-        """CISPO (arXiv 2506.13585): the ratio is a constant weight of at most `max_weight`; no token loses its gradient."""
+        """CISPO (arXiv 2506.13585): the ratio is a constant weight of at most `max_weight` = 1 + clip_high; no token loses its gradient."""
+        _check_number("max_weight", max_weight, 1.0, math.inf)
         return _preset({"policy_loss": "cispo", "clip_high": max_weight - 1.0, "aggregation": "token"}, changes)
 
     @classmethod
@@ -300,7 +323,7 @@ class Objective:
     @staticmethod
     def of_key(key: str) -> Objective:
         """The objective with that `key`: custom ops take tensors and plain numbers."""
-        return _BY_KEY[key]
+        return _BY_SETTINGS.get(key) or _WITH_FUNCTION[key]
 
     @property
     def moves_without_advantage(self) -> bool:
@@ -308,9 +331,16 @@ class Objective:
         return self.kl_coef != 0.0 or self.entropy_coef != 0.0 or callable(self.policy_loss)
 
     @property
-    def couples_tokens(self) -> bool:
-        """Whether a token's policy loss depends on the current log-probabilities of others in its sequence."""
-        return self.ratio_level == "sequence" or self.policy_loss in ("gmpo", "vespo") or self.off_policy_threshold is not None
+    def looks_at_sequences(self) -> list[str]:
+        """What, by name, makes a token's policy loss depend on the current log-probabilities of others in its sequence; empty: nothing."""
+        correction = self.rollout_correction
+        reasons = {
+            "ratio_level 'sequence'": self.ratio_level == "sequence",
+            f"policy_loss {self.policy_loss!r}": self.policy_loss in ("gmpo", "vespo"),
+            "off_policy_threshold": self.off_policy_threshold is not None,
+            "rollout_correction.level": correction is not None and correction.level != "token",
+        }
+        return [name for name, looks in reasons.items() if looks]
 
     def evaluate(self, batch: TokenBatch) -> TokenLoss:
         """Policy loss and KL penalty of each token, before averaging and without the entropy bonus."""
@@ -328,7 +358,9 @@ class Objective:
         if batch.entropy_threshold is not None:
             weight = weight * (batch.entropy >= batch.entropy_threshold.to(batch.entropy.dtype))
         policy = self._policy_loss(batch, ratio, token_log_ratio)
-        loss = torch.where(weight != 0, policy * weight, 0.0)
+        # A built-in loss without advantage is 0, also where logp is -inf.
+        counts = weight != 0 if callable(self.policy_loss) else (weight != 0) & (batch.advantages != 0)
+        loss = torch.where(counts, policy * weight, 0.0)
         kl = torch.zeros_like(batch.logprobs)
         if batch.ref_logprobs is not None:
             kl = kl_estimate(self.kl, batch.logprobs, batch.ref_logprobs)
@@ -404,7 +436,13 @@ class Objective:
 
 
 def kl_estimate(kl: KLEstimator, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Each token's estimate of KL(policy | reference), in nats: k1, k2 or k3 as in `Objective`, the log-ratio held at -+20."""
+    """Each token's estimate of KL(policy | reference), in nats, of the log-probabilities' shape: k1, k2 or k3 as in `Objective`, with the
+    log-ratio held at -+20.
+
+    Raises:
+        ValueError: for an unknown estimator.
+    """
+    _check_choice("kl", kl, get_args(KLEstimator))
     difference = _bounded(ref_logprobs - logprobs)
     if kl == "k1":
         return -difference
@@ -417,8 +455,13 @@ def top_entropy_threshold(entropy: Tensor, mask: Tensor | None = None, *, fracti
     """The entropy above which the top `fraction` of the tokens with `mask` lies: a quantile, interpolated linearly.
 
     For `linear_grpo_loss(..., entropy_threshold=...)` from the entropies of all micro-batches of a step (gather those of other
-    processes first); of no tokens, infinity.
+    processes first); of no tokens, infinity. `entropy` and `mask` are of one shape, any.
+
+    Raises:
+        ValueError: naming the argument.
     """
+    if mask is not None and mask.shape != entropy.shape:
+        raise ValueError(f"mask has shape {tuple(mask.shape)}; it must be that of entropy, {tuple(entropy.shape)}")
     _check_number("fraction", fraction, 0.0, 1.0)
     values = entropy.detach().reshape(-1).double() if mask is None else entropy.detach()[mask.to(entropy.device) != 0].double()
     if values.numel() == 0:

@@ -14,7 +14,7 @@ class LossCounts:
     """What the loss is divided by, over *all* micro-batches and all processes of one optimiser step.
 
     tokens: tokens that count in the loss (mask is true), those of groups without signal included.
-    sequences: completions with at least one such token.
+    sequences: completions with at least one such token. (TRL counts those that are wholly masked as well: give its count for its loss.)
 
     Pieces then add up to the whole however they are cut; where a cut goes through a sequence, aggregation "sequence" needs the sequence's
     whole length as well (`sequence_lengths`).
@@ -24,7 +24,7 @@ class LossCounts:
     sequences: int
 
     def __post_init__(self) -> None:
-        if not all(isinstance(count, int) and count >= 0 for count in (self.tokens, self.sequences)):
+        if not all(isinstance(count, int) and not isinstance(count, bool) and count >= 0 for count in (self.tokens, self.sequences)):
             raise ValueError(f"LossCounts(tokens={self.tokens!r}, sequences={self.sequences!r}): counts are integers of at least 0")
 
     @classmethod

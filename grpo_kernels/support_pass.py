@@ -8,6 +8,7 @@ weight, K per row instead of V: no GEMM, and less work than the whole head for K
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -56,7 +57,7 @@ class SupportPass:
         entries = head.weight[ids].to(self._dtype)
         logits = torch.bmm(entries, hidden[:, :, None])[:, :, 0]
         if head.bias is not None:
-            logits = logits + head.bias[ids]
+            logits = logits + head.bias[ids].to(self._dtype)
         slopes = inverse_temperature.expand_as(logits)
         if head.softcap is not None:
             saturation = torch.tanh(logits / head.softcap)
@@ -96,7 +97,20 @@ class SupportPass:
         return self._weight_gradient, self._bias_gradient
 
 
-def pass_for(rows: HeadRows, head: Head, backend: Backend, dtype: torch.dtype, wanted: Wanted) -> HeadPass | SupportPass:
+class RowPass(Protocol):
+    """What both passes are: a chunk of at most `rows_per_chunk` rows goes through `forward`, and then, where gradients are wanted, through
+    `backward` before the next `forward`. A chunk has `logprobs` and `entropy`, [n]."""
+
+    rows_per_chunk: int
+
+    def forward(self, hidden: Tensor, rows: HeadRows, *, gradients: bool = True) -> Any: ...
+
+    def backward(self, chunk: Any, slope: Tensor, entropy_slope: Tensor) -> Tensor | None: ...
+
+    def parameter_gradients(self) -> tuple[Tensor | None, Tensor | None]: ...
+
+
+def pass_for(rows: HeadRows, head: Head, backend: Backend, dtype: torch.dtype, wanted: Wanted) -> RowPass:
     if rows.support is None:
         return HeadPass(head, backend, dtype, wanted)
     return SupportPass(head, dtype, wanted, rows.support.shape[1])

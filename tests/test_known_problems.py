@@ -207,12 +207,14 @@ def test_p15_log_probabilities_are_those_of_the_sampling_temperature(temperature
     assert float(ratio.max()) < 1.0001
 
 
-def test_p17_a_sequence_ratio_grows_with_the_length_and_the_geometric_one_does_not() -> None:
+@pytest.mark.parametrize("old_given", [True, False])
+def test_p17_a_sequence_ratio_grows_with_the_length_and_the_geometric_one_does_not(old_given: bool) -> None:
     """0.012 nats per token over 100 tokens: a ratio of e^1.2 = 3.32 is dropped by a bound of 3."""
     rollout = [[-1.012] * 100]
+    old: dict[str, Any] = {"old_logprobs": [[-1.0] * 100]} if old_given else {}
     for level, weight, raw in (("sequence", 0.0, math.exp(1.2)), ("geometric", math.exp(0.012), math.exp(0.012))):
         objective = Objective.dapo(rollout_correction=RolloutCorrection(level, "mask", high=3.0))
-        result, gradient = loss_of([[-1.0] * 100], [[1] * 100], [1.0], objective=objective, rollout_logprobs=rollout)
+        result, gradient = loss_of([[-1.0] * 100], [[1] * 100], [1.0], objective=objective, rollout_logprobs=rollout, **old)
         assert result.policy_weight.unique().tolist() == pytest.approx([weight], rel=1e-5)
         metrics = result.metrics()
         assert metrics["rollout_ratio_mean"] == pytest.approx(raw, rel=1e-5)

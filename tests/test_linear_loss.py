@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import subprocess
+import sys
+import weakref
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -9,7 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_kernels import LossCounts, Objective, RolloutCorrection, TokenBatch, backends, linear_grpo_loss, top_entropy_threshold
+from grpo_kernels import (
+    LossCounts,
+    Objective,
+    RolloutCorrection,
+    TokenBatch,
+    backends,
+    grpo_loss_from_logprobs,
+    linear_grpo_loss,
+    top_entropy_threshold,
+)
 from grpo_kernels.backends.torch import TorchBackend
 from grpo_kernels.head_pass import HeadPass
 from problems import Problem, check_against_float64, fused, make, reference, relative, take
@@ -434,17 +447,34 @@ def test_logits_of_minus_infinity_are_no_probability() -> None:
         assert torch.allclose(result.entropy, plain.entropy, atol=1e-5)
 
 
-def test_matmul_precision_settings_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    real = TorchBackend.sweep
-    monkeypatch.setattr(TorchBackend, "sweep", lambda *a, **k: (seen.append(torch.get_float32_matmul_precision()), real(*a, **k))[1])
-    torch.set_float32_matmul_precision("medium")
-    try:
-        fused(make(30, 16, 90))
-        assert seen == ["highest"]
-        assert torch.get_float32_matmul_precision() == "medium"
-    finally:
-        torch.set_float32_matmul_precision("highest")
+PRECISIONS = {
+    "set_float32_matmul_precision": "torch.set_float32_matmul_precision('medium')",
+    "mkldnn": "torch.backends.mkldnn.matmul.fp32_precision = 'bf16'",
+    "cuda": "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
+    "all": "torch.backends.fp32_precision = 'bf16'",
+}
+
+
+@pytest.mark.parametrize("setting", PRECISIONS)
+def test_matmul_precision_settings_do_not_matter(setting: str) -> None:
+    """Old and new ways to set them, which torch does not let a process mix: one process each. They are as before afterwards."""
+    code = f"""
+import torch
+from grpo_kernels import linear_logprobs
+from grpo_kernels.backends.torch import TorchBackend
+def precisions():
+    return torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
+seen, real = [], TorchBackend.sweep
+TorchBackend.sweep = lambda *a, **k: (seen.append(precisions()), real(*a, **k))[1]
+{PRECISIONS[setting]}
+before = precisions()
+assert before != ("ieee", "ieee")
+linear_logprobs(torch.randn(3, 4), torch.randn(5, 4), torch.arange(3))
+assert seen == [("ieee", "ieee")], seen
+assert precisions() == before
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_two_backwards() -> None:
@@ -573,6 +603,33 @@ def test_a_policy_loss_of_ones_own_may_look_at_whole_sequences(monkeypatch: pyte
     assert relative(mine.hidden_gradient, theirs.hidden_gradient) < 1e-6
 
 
+def test_a_policy_loss_that_looks_at_parts_of_sequences_is_refused() -> None:
+    p = make(60, 16, 90, objective=Objective(policy_loss=lambda batch: batch.sequence_mean(batch.logprobs)))
+    with pytest.raises(ValueError, match="needs Objective\\(ratio_level='sequence'\\)"):
+        fused(p)
+
+
+def test_objectives_with_functions_are_forgotten() -> None:
+    """A function may hold a batch's tensors."""
+
+    def objective() -> weakref.ref[Objective]:
+        tensor = torch.zeros(1)
+        return weakref.ref(Objective(policy_loss=lambda batch: batch.logprobs + tensor))
+
+    forgotten = objective()
+    gc.collect()
+    assert forgotten() is None
+
+
+@pytest.mark.parametrize("policy_loss", ["reinforce", "cispo", "clip"])
+def test_an_impossible_target_without_advantage_costs_only_its_kl(policy_loss: str) -> None:
+    logprobs = torch.tensor([-1.0, -torch.inf], requires_grad=True)
+    objective = Objective(policy_loss=policy_loss, kl_coef=0.1, aggregation="token")
+    ref, old = torch.tensor([-1.0, -3.0]), torch.tensor([-1.0, -3.0])
+    result = grpo_loss_from_logprobs(logprobs, torch.tensor([1.0, 0.0]), objective=objective, ref_logprobs=ref, old_logprobs=old)
+    assert torch.isfinite(result.loss)
+
+
 @pytest.mark.parametrize("returned", [3.0, torch.zeros(()), torch.zeros(3)])
 def test_a_policy_loss_of_the_wrong_shape_is_named(returned: Any) -> None:
     p = make(60, 16, 90, objective=Objective(policy_loss=lambda batch: returned))
@@ -671,6 +728,7 @@ BAD = {
     "bias has shape": {"bias": torch.zeros(6)},
     "bias has dtype": {"bias": torch.zeros(7, dtype=torch.int32)},
     "softcap is 0.0": {"softcap": 0.0},
+    "softcap is '3'": {"softcap": "3"},
     "softcap is inf": {"softcap": float("inf")},
     "temperature has shape": {"temperature": torch.ones(4)},
     "temperature holds 0.0 at row 1": {"temperature": torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0])},

@@ -565,19 +565,6 @@ def test_more_rows_than_65536(shape: tuple[int, ...]) -> None:
     assert bool((leaf.grad != 0).any(-1).all())
 
 
-def test_offsets_beyond_two_to_the_31() -> None:
-    """P27: 70,000 x 40,000 logits in a file of zeros that nobody reads but for the rows whose mask is true."""
-    rows, vocabulary = 70_000, 40_000
-    logits = torch.zeros(1, dtype=torch.bfloat16).expand(rows, vocabulary)
-    mask = torch.zeros(rows, dtype=torch.bool)
-    mask[[0, rows - 1]] = True
-    result = selected_logprobs(logits, torch.arange(rows) % vocabulary, mask=mask)
-    log_v = torch.tensor(float(vocabulary)).log()
-    assert torch.allclose(result.logprobs[mask], -log_v)
-    assert torch.allclose(result.entropy[mask], log_v)
-    assert not result.logprobs[~mask].any()
-
-
 @pytest.fixture
 def vast(tmp_path: Path) -> Tensor:
     """3 * 2^30 + 2,000 bf16 numbers, 6.4 GB, in a sparse file: only pages that are written or read take memory."""

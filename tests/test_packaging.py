@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -28,11 +29,14 @@ for status in grpo_kernels.backends():
 """
 
 
-def build_wheel(folder: Path, environment: dict[str, str], *, leftover: bool = False) -> Path:
-    """From a copy of the sources, so that nothing of this checkout's own build is in reach."""
-    source = folder / "source with spaces"
+def copy_of_sources(folder: Path) -> Path:
+    """So that nothing of this checkout's own build is in reach."""
     ignore = shutil.ignore_patterns(".git", ".venv", "build", "*.so", "*.egg-info", "runs", "__pycache__", ".*_cache")
-    shutil.copytree(ROOT, source, ignore=ignore)
+    return Path(shutil.copytree(ROOT, folder / "source with spaces", ignore=ignore))
+
+
+def build_wheel(folder: Path, environment: dict[str, str], *, leftover: bool = False) -> Path:
+    source = copy_of_sources(folder)
     if leftover:  # of an earlier build in the same folder
         stale = source / "build" / f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}" / "grpo_kernels"
         stale.mkdir(parents=True)
@@ -54,6 +58,20 @@ def use_wheel(wheel: Path, folder: Path) -> str:
     assert done.returncode == 0, done.stderr
     assert str(target) in done.stdout
     return done.stdout
+
+
+def test_the_source_distribution_has_all_that_a_build_needs(tmp_path: Path) -> None:
+    source = copy_of_sources(tmp_path)
+    build = "import setuptools.build_meta as backend; print(backend.build_sdist('.'))"
+    done = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    with tarfile.open(source / done.stdout.split()[-1]) as archive:
+        packed = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+    needed = ["CMakeLists.txt", "setup.py", "pyproject.toml", "LICENSE", "README.md"]
+    for folder in ("csrc", "grpo_kernels", "python"):
+        needed += [str(path.relative_to(source)) for path in (source / folder).rglob("*") if path.suffix in (".h", ".cpp", ".py", ".pyi")]
+    assert len(needed) > 60
+    assert set(needed) <= packed
 
 
 @pytest.mark.parametrize("how", ["no compiler", "skipped"])

@@ -107,6 +107,20 @@ def test_the_loss_over_a_support(monkeypatch: pytest.MonkeyPatch, objective: Obj
     assert relative(weight.grad, tensors[1].grad) < 2e-6
 
 
+def test_mixed_dtypes() -> None:
+    p = make(30, 8, 40, masked=0.0)
+    hidden, weight, bias = (
+        p.hidden.bfloat16().requires_grad_(),
+        p.weight.clone().requires_grad_(),
+        torch.zeros(40).double().requires_grad_(),
+    )
+    support = top_k(p.hidden @ p.weight.t(), 5)
+    linear_logprobs(hidden, weight, p.targets, support=support, bias=bias).logprobs.sum().backward()
+    whole = linear_logprobs(hidden, weight.half(), p.targets, support=support).logprobs
+    assert whole.dtype == torch.float32
+    assert [t.grad.dtype for t in (hidden, weight, bias)] == [torch.bfloat16, torch.float32, torch.float64]
+
+
 def test_a_support_of_the_whole_vocabulary_is_no_support() -> None:
     p = make(30, 8, 40, masked=0.0)
     every = torch.arange(40).expand(30, 40)

@@ -98,7 +98,8 @@ class TorchBackend:
         *,
         keep_distances: bool,
     ) -> None:
-        """Products to exponentials or distances in place; adds to the sums. `csrc/cpu/anchored_tile.h` says the same."""
+        """Products to exponentials or distances in place; adds to the sums. `csrc/cpu/anchored_tile.h` says the same, but for a
+        product of minus infinity under a soft cap, which here is -softcap and there no logit at all."""
         at, columns = _inside(rows.targets, begin, tile.shape[0])
         if bias is not None:
             tile.add_(bias[:, None])
