@@ -2,7 +2,7 @@
 
     python examples/sft.py [--model smollm2-135m | <folder> | <hub name>] [--steps N]
 
-The loss needs grpo_kernels only; the script borrows model loading and prompts from grpo_trainer (`make test` sets up an environment with all).
+The loss needs grpo_kernels only; the script borrows the rest from grpo_trainer (`make test` sets up an environment).
 
 Teaches a chat model to answer like a pirate, by questions about capitals; before and after, it is asked about a country not trained on.
 """
@@ -90,7 +90,7 @@ def sample(policy: Policy, prompt: list[int]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Supervised fine-tuning on a handful of chats.")
     parser.add_argument("--model", default="smollm2-135m", help="smollm2-135m, a local folder or a hub name")
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=8, choices=range(1, 1001), metavar="1..1000")
     parser.add_argument("--learning-rate", type=float, default=2e-5)
     options = parser.parse_args()
     try:

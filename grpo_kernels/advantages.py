@@ -276,8 +276,8 @@ def _read_list(name: str, rewards: object) -> tuple[Tensor, Tensor]:
         for k, item in enumerate(row):
             if item is not None and not isinstance(item, Real):
                 raise TypeError(f"{name}{f'[{i}][{k}]' if nested else f'[{k}]'} is {item!r}; it must be a number, or None where missing")
-    values = torch.tensor([[0.0 if item is None else float(item) for item in row] for row in rows], dtype=torch.float64)
-    present = torch.tensor([[item is not None for item in row] for row in rows], dtype=torch.bool)
+    values = torch.tensor([[0.0 if item is None else float(item) for item in row] for row in rows], dtype=torch.float64, device="cpu")
+    present = torch.tensor([[item is not None for item in row] for row in rows], dtype=torch.bool, device="cpu")
     return (values, present) if nested else (values[0], present[0])
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from torch import Tensor
 
 # Logits divided by less, or by more, leave what float32 can hold or tell apart.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
+MIN_SOFTCAP, MAX_SOFTCAP = 1e-3, 1e30  # as far as float32 holds them and their inverse
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -58,6 +59,8 @@ class Head:
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None, softcap: float | None, group: dist.ProcessGroup | None) -> Head:
+        if not isinstance(group, dist.ProcessGroup | None):
+            raise TypeError(f"group is a {type(group).__name__}; it must be a torch.distributed process group")
         return cls(weight, bias, softcap, None if group is None else VocabularySlice.of(weight, group))
 
     @property
@@ -108,8 +111,8 @@ def check_head(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | N
     for name, tensor in (("weight", weight), ("targets", targets), ("bias", bias)):
         if tensor is not None and tensor.device != hidden.device:
             raise ValueError(f"{name} is on {tensor.device}, hidden on {hidden.device}; all tensors must be on one device")
-    if softcap is not None and not (isinstance(softcap, int | float) and 0.0 < softcap < math.inf):
-        raise ValueError(f"softcap is {softcap!r}; it must be None or a finite number above 0")
+    if softcap is not None and not (isinstance(softcap, Real) and MIN_SOFTCAP <= softcap <= MAX_SOFTCAP):
+        raise ValueError(f"softcap is {softcap!r}; it must be None or a number from {MIN_SOFTCAP} to {MAX_SOFTCAP}")
 
 
 def check_target_shape(targets: Tensor, shape: torch.Size) -> None:
@@ -153,7 +156,7 @@ class HeadRows:
 def _temperatures(temperature: float | Tensor, targets: Tensor, rows: Tensor) -> Tensor:
     """[n] float64, so that the inverse is exact enough."""
     allowed = f"it must be from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}"
-    if not isinstance(temperature, Tensor | int | float):
+    if not isinstance(temperature, Tensor | Real):
         raise TypeError(f"temperature is {temperature!r}; it must be a number or a tensor")
     if not isinstance(temperature, Tensor) or not temperature.dim():
         if not MIN_TEMPERATURE <= float(temperature) <= MAX_TEMPERATURE:

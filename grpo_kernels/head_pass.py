@@ -21,6 +21,7 @@ A vocabulary that is split over processes needs x_y from its owner and one sum o
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -222,22 +223,39 @@ def balanced(rows: int, most: int) -> Iterator[slice]:
 @contextmanager
 def exact_products(device: torch.device) -> Iterator[None]:
     """Float32 products as float32: no autocast, no TF32 or bf16 passes whatever the caller's matmul precision settings say."""
-    # torch refuses to read the old setting (set_float32_matmul_precision) once a new one was made, so the new ones are used where they are.
-    backends: list[Any] = [module.matmul for module in (torch.backends.cuda, torch.backends.mkldnn)] if _NEW_SETTINGS else []
-    before = [backend.fp32_precision for backend in backends]
-    old = None if _NEW_SETTINGS else torch.get_float32_matmul_precision()
-    try:
-        for backend in backends:
-            backend.fp32_precision = "ieee"
-        if old is not None:
-            torch.set_float32_matmul_precision("highest")
-        with torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        for backend, precision in zip(backends, before, strict=True):
-            backend.fp32_precision = precision
-        if old is not None:
-            torch.set_float32_matmul_precision(old)
+    with torch.autocast(device.type, enabled=False), _PRECISION:
+        yield
 
 
-_NEW_SETTINGS = hasattr(torch.backends, "mkldnn") and hasattr(getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision")
+class _FullPrecision:
+    """The process's matmul precision settings at their highest while any thread is inside; the last one out puts them back."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._before: list[str] = []
+        # torch refuses to read the old setting (set_float32_matmul_precision) once a new one was made: the new ones, where it has them.
+        modules: list[Any] = [getattr(module, "matmul", None) for module in (torch.backends.cuda, torch.backends.mkldnn)]
+        self._new = modules if all(hasattr(module, "fp32_precision") for module in modules) else []
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._inside += 1
+            if self._inside == 1:
+                self._before = [module.fp32_precision for module in self._new] or [torch.get_float32_matmul_precision()]
+                self._set(["ieee"] * len(self._new) or ["highest"])
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                self._set(self._before)
+
+    def _set(self, precisions: list[str]) -> None:
+        for module, precision in zip(self._new, precisions, strict=False):
+            module.fp32_precision = precision
+        if not self._new:
+            torch.set_float32_matmul_precision(precisions[0])
+
+
+_PRECISION = _FullPrecision()

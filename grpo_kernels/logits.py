@@ -146,8 +146,18 @@ def check_logits(logits: Tensor, targets: Tensor, *, overwrite_logits: bool) -> 
     check_target_shape(targets, logits.shape[:-1])
     if targets.device != logits.device:
         raise ValueError(f"targets is on {targets.device}, logits on {logits.device}; all tensors must be on one device")
-    if overwrite_logits and any(stride == 0 and size > 1 for stride, size in zip(logits.stride(), logits.shape, strict=True)):
-        raise ValueError("overwrite_logits is True, but logits is expanded: several of its entries share their memory")
+    if overwrite_logits and _overlaps(logits):
+        raise ValueError("overwrite_logits is True, but entries of logits share their memory (it is expanded, or an overlapping view)")
+
+
+def _overlaps(logits: Tensor) -> bool:
+    """Whether two entries may lie at one address: some stride is no larger than what the smaller ones reach over."""
+    reach = 0
+    for stride, size in sorted((stride, size) for stride, size in zip(logits.stride(), logits.shape, strict=True) if size > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
 
 
 @dataclass(frozen=True)

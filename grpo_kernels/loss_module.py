@@ -62,7 +62,7 @@ class LossModule(nn.Module):
         super().__init__()
         if not isinstance(objective, Objective):
             raise TypeError(f"objective is {objective!r}; it must be an Objective, such as Objective.dapo()")
-        if not isinstance(data_parallel_size, int) or data_parallel_size < 1:
+        if not isinstance(data_parallel_size, int) or isinstance(data_parallel_size, bool) or data_parallel_size < 1:
             raise ValueError(f"data_parallel_size is {data_parallel_size!r}; it must be an integer of at least 1")
         self.model = model
         self.objective = objective
@@ -157,6 +157,9 @@ class LossModule(nn.Module):
         return hidden
 
     def _check_batch(self, input_ids: Tensor, completion_mask: Tensor, advantages: Tensor | None, counts: LossCounts | None) -> None:
+        for name, tensor in (("input_ids", input_ids), ("completion_mask", completion_mask)):
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a tensor")
         if input_ids.dim() != 2:
             raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; it must be [B, L]")
         if completion_mask.shape != input_ids.shape or completion_mask.is_floating_point():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ class LossInputs:
         if self.entropy_threshold is not None and objective.top_entropy == 1.0:
             raise ValueError(f"entropy_threshold is {self.entropy_threshold}, but objective.top_entropy is 1: every token is kept")
         threshold = self.entropy_threshold
-        if threshold is not None and not (isinstance(threshold, int | float) and threshold == threshold):
+        if threshold is not None and not (isinstance(threshold, Real) and threshold == threshold):
             raise ValueError(f"entropy_threshold is {threshold!r}; it must be None or a number of nats")
         if objective.kl_coef and self.ref_logprobs is None:
             raise ValueError(f"objective.kl_coef is {objective.kl_coef}, but ref_logprobs is None; give them, or set kl_coef to 0")
@@ -166,9 +167,11 @@ class LossRows:
 
     def batch(self, logprobs: Tensor, entropy: Tensor) -> TokenBatch:
         """Of these rows with their current log-probabilities and entropies, [n]."""
+        if callable(self.objective.policy_loss):
+            entropy = entropy.clone()  # a user's function may write to what it is given
         return TokenBatch(
             logprobs=logprobs,
-            old_logprobs=logprobs.detach() if self.old is None else self.old,
+            old_logprobs=logprobs.detach().clone() if self.old is None else self.old,
             ref_logprobs=self.ref,
             rollout_logprobs=self.rollout,
             advantages=self.advantages,
@@ -221,7 +224,10 @@ class LossRows:
             clones: dict[str, Any] = {name: t.clone() for name, t in self.__dict__.items() if isinstance(t, Tensor)}
             rows = replace(self, **clones)
             tokens = rows.objective.evaluate(rows.batch(variable, entropy.clone()))
-            (slopes,) = torch.autograd.grad((tokens.loss * rows.shares).sum(), variable, materialize_grads=True)
+            total = (tokens.loss * rows.shares).sum()
+            if not total.requires_grad:  # a user's policy_loss that does not depend on the log-probabilities
+                return torch.zeros_like(variable)
+            (slopes,) = torch.autograd.grad(total, variable, materialize_grads=True)
         return slopes
 
 

@@ -6,6 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 import torch
@@ -239,7 +240,8 @@ class Objective:
             )
         if not isinstance(self.kl_ratio_corrected, bool):
             raise ValueError(f"kl_ratio_corrected is {self.kl_ratio_corrected!r}; it must be True or False")
-        if self.aggregation == "constant" and not (type(self.constant_length) is int and self.constant_length >= 1):
+        length = self.constant_length
+        if self.aggregation == "constant" and not (isinstance(length, Integral) and not isinstance(length, bool) and length >= 1):
             raise ValueError(
                 f"constant_length is {self.constant_length}; aggregation 'constant' needs the maximum completion length (at least 1)"
             )
@@ -460,8 +462,9 @@ def top_entropy_threshold(entropy: Tensor, mask: Tensor | None = None, *, fracti
     Raises:
         ValueError: naming the argument.
     """
-    if mask is not None and mask.shape != entropy.shape:
-        raise ValueError(f"mask has shape {tuple(mask.shape)}; it must be that of entropy, {tuple(entropy.shape)}")
+    if mask is not None and not (isinstance(mask, Tensor) and mask.shape == entropy.shape and not mask.dtype.is_floating_point):
+        got = f"shape {tuple(mask.shape)} and dtype {mask.dtype}" if isinstance(mask, Tensor) else f"type {type(mask).__name__}"
+        raise ValueError(f"mask has {got}; it must be bool or integer of entropy's shape {tuple(entropy.shape)}")
     _check_number("fraction", fraction, 0.0, 1.0)
     values = entropy.detach().reshape(-1).double() if mask is None else entropy.detach()[mask.to(entropy.device) != 0].double()
     if values.numel() == 0:
@@ -476,7 +479,8 @@ def top_entropy_threshold(entropy: Tensor, mask: Tensor | None = None, *, fracti
 
 
 def _bounded(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    bounded = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return torch.where(log_ratio.isnan(), log_ratio, bounded)  # clamp would give a NaN the gradient 0, and hide it from a norm
 
 
 def _choose(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
@@ -489,9 +493,9 @@ def _preset(settings: dict[str, Any], changes: dict[str, Any]) -> Objective:
 
 
 def _checked(losses: Any, batch: TokenBatch) -> Tensor:
-    if not isinstance(losses, Tensor) or losses.shape != batch.logprobs.shape:
-        got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
-        raise ValueError(f"policy_loss returned {got}; it must return a tensor of one loss per token, {tuple(batch.logprobs.shape)}")
+    if not isinstance(losses, Tensor) or losses.shape != batch.logprobs.shape or losses.dtype.is_complex:
+        got = f"shape {tuple(losses.shape)} and dtype {losses.dtype}" if isinstance(losses, Tensor) else type(losses).__name__
+        raise ValueError(f"policy_loss returned {got}; it must return a tensor of one real loss per token, {tuple(batch.logprobs.shape)}")
     return losses
 
 
@@ -501,6 +505,6 @@ def _check_choice(name: str, value: Any, allowed: tuple[str, ...], also: str = "
 
 
 def _check_number(name: str, value: Any, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high or value == math.inf:
+    if isinstance(value, bool) or not isinstance(value, Real) or not low <= float(value) <= high or value == math.inf:
         allowed = f"finite and at least {low:g}" if high == math.inf else f"in [{low:g}, {high:g}]"
         raise ValueError(f"{name} is {value}; it must be {allowed}")

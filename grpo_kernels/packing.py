@@ -78,7 +78,7 @@ class RowLayout:
         if cu_seqlens is None:
             return cls(shape, flat_mask, torch.zeros(rows, dtype=torch.int64, device=device), None)
         lengths = _lengths(cu_seqlens, rows)
-        sequence_of_row = torch.repeat_interleave(torch.arange(lengths.numel()), lengths).to(device)
+        sequence_of_row = torch.repeat_interleave(torch.arange(lengths.numel(), device=lengths.device), lengths).to(device)
         return cls(shape, flat_mask, sequence_of_row, lengths.numel())
 
     def lengths(self, given: Tensor | None = None) -> Tensor:

@@ -23,8 +23,8 @@ _WORKSPACE_BYTES = 64 << 20
 
 @dataclass
 class SupportChunk:
-    """Statistics [n]; and over the target and the kept tokens, target first, [n, 1 + K]: ids (0 where there is none), their logits
-    x - o, d x / d(h W^T), and [n, 1 + K, H] the rows of the weight."""
+    """Statistics [n]; and over the target and the kept tokens, target first, [n, 1 + K]: ids (the target's where there is none), their
+    logits x - o, d x / d(h W^T), and [n, 1 + K, H] the rows of the weight."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -53,7 +53,8 @@ class SupportPass:
         head, hidden = self._head, hidden.to(self._dtype)
         inverse_temperature = rows.temperatures.reciprocal().to(self._dtype)[:, None]
         kept = (rows.support >= 0) & (rows.support != rows.targets[:, None])
-        ids = torch.cat([rows.targets[:, None], torch.where(kept, rows.support, 0)], 1)
+        # The target stands in for what is not there: row 0 of the weight may be anything, and 0 * NaN is NaN.
+        ids = torch.cat([rows.targets[:, None], torch.where(kept, rows.support, rows.targets[:, None])], 1)
         entries = head.weight[ids].to(self._dtype)
         logits = torch.bmm(entries, hidden[:, :, None])[:, :, 0]
         if head.bias is not None:
@@ -64,11 +65,13 @@ class SupportPass:
             logits, slopes = head.softcap * saturation, slopes * (1.0 - saturation.square())
         logits = logits * inverse_temperature
         logits[:, 1:].masked_fill_(~kept, -torch.inf)
-        distances = (logits - logits.amax(1, keepdim=True)).clamp_(min=-1e30)  # 0 * -inf would be NaN
+        distances = logits - logits.amax(1, keepdim=True)
+        target_distances = distances[:, 0].double()
+        distances = distances.clamp(min=-1e30)  # 0 * -inf would be NaN
         exponentials = distances[:, 1:].exp()
         others = exponentials.sum(1, dtype=torch.float64)
         weighted = (exponentials * distances[:, 1:]).sum(1, dtype=torch.float64)
-        statistics = Statistics.of(others, weighted, distances[:, 0].double())
+        statistics = Statistics.of(others, weighted, target_distances)
         return SupportChunk(
             logprobs=statistics.logprobs.to(self._dtype),
             entropy=statistics.entropy.to(self._dtype),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import threading
 import weakref
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -25,7 +26,7 @@ from grpo_kernels import (
 )
 from grpo_kernels.backends.torch import TorchBackend
 from grpo_kernels.head_pass import HeadPass
-from problems import Problem, check_against_float64, fused, make, reference, relative, take
+from problems import Problem, check_against_float64, fused, leaves, make, reference, relative, take
 
 AVAILABLE = [status.name for status in backends() if status.available]
 TIS = RolloutCorrection("token", "truncate", low=0.8, high=1.2)
@@ -609,6 +610,79 @@ def test_a_policy_loss_that_looks_at_parts_of_sequences_is_refused() -> None:
         fused(p)
 
 
+def test_a_policy_loss_without_a_gradient_has_none() -> None:
+    p = make(60, 16, 90, objective=Objective(policy_loss=lambda batch: torch.zeros_like(batch.logprobs), kl_coef=0.0))
+    hidden, weight, _ = leaves(p)
+    linear_grpo_loss(hidden, weight, p.targets, p.advantages, objective=p.objective, cu_seqlens=p.cu_seqlens).loss.backward()
+    assert torch.equal(hidden.grad, torch.zeros_like(hidden))
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+def test_a_policy_loss_that_writes_to_its_batch_changes_no_result() -> None:
+    def careless(batch: TokenBatch) -> torch.Tensor:
+        loss = -batch.advantages * batch.logprobs
+        batch.entropy.zero_()
+        batch.old_logprobs.zero_()
+        return loss
+
+    p = make(60, 16, 90, objective=Objective.reinforce(entropy_coef=0.1), old=False)
+    mine, result = fused(replace(p, objective=Objective(policy_loss=careless, aggregation="token", entropy_coef=0.1)))
+    theirs, expected = fused(p)
+    assert torch.equal(mine.loss, theirs.loss)
+    assert torch.equal(mine.hidden_gradient, theirs.hidden_gradient)
+    assert torch.equal(result.entropy, expected.entropy)
+    assert torch.equal(result.logprobs, expected.logprobs)
+
+
+@pytest.mark.parametrize("name", ["old", "ref"])
+def test_a_nan_in_an_unmasked_log_probability_shows_in_the_gradients(name: str) -> None:
+    """A clamp would give it the gradient 0, and a trainer that looks at the norm would step."""
+    p = make(60, 16, 90, objective=Objective.dapo(kl_coef=0.1), masked=0.0)
+    values = getattr(p, name).clone()
+    values[7] = float("nan")
+    answer, result = fused(replace(p, **{name: values}))
+    assert answer.loss.isnan()
+    assert answer.hidden_gradient[7].isnan().all()
+    assert torch.isfinite(answer.hidden_gradient[:7]).all()
+    leaf = result.logprobs.clone().requires_grad_()
+    arguments = {"old_logprobs": p.old, "ref_logprobs": p.ref, f"{name}_logprobs": values}
+    grpo_loss_from_logprobs(leaf, p.advantages, objective=p.objective, **arguments).loss.backward()
+    assert leaf.grad[7].isnan()
+
+
+@pytest.mark.parametrize("backend", AVAILABLE)
+@pytest.mark.parametrize("bias", [torch.randn(90, 2)[:, 0], torch.ones(1).expand(90)])
+def test_a_bias_of_any_stride(backend: str, bias: torch.Tensor) -> None:
+    check_against_float64(replace(make(60, 16, 90, bias=True), bias=bias), backend=backend)
+
+
+def test_the_default_device_does_not_matter() -> None:
+    p = make(30, 8, 20, objective=Objective.grpo())
+    expected, _ = fused(p)
+    cu_seqlens = p.cu_seqlens
+    with torch.device("meta"):
+        hidden, weight, _ = leaves(p)
+        result = linear_grpo_loss(
+            hidden, weight, p.targets, p.advantages, objective=p.objective, cu_seqlens=cu_seqlens, old_logprobs=p.old, mask=p.mask
+        )
+        result.loss.backward()
+    assert torch.equal(hidden.grad, expected.hidden_gradient)
+
+
+def test_threads_leave_the_precision_setting_as_it_was() -> None:
+    p = make(300, 16, 2000)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        work = [threading.Thread(target=lambda: [fused(p) for _ in range(5)]) for _ in range(4)]
+        for thread in work:
+            thread.start()
+        for thread in work:
+            thread.join()
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
 def test_objectives_with_functions_are_forgotten() -> None:
     """A function may hold a batch's tensors."""
 
@@ -633,7 +707,7 @@ def test_an_impossible_target_without_advantage_costs_only_its_kl(policy_loss: s
 @pytest.mark.parametrize("returned", [3.0, torch.zeros(()), torch.zeros(3)])
 def test_a_policy_loss_of_the_wrong_shape_is_named(returned: Any) -> None:
     p = make(60, 16, 90, objective=Objective(policy_loss=lambda batch: returned))
-    with pytest.raises(ValueError, match=r"policy_loss returned .*; it must return a tensor of one loss per token"):
+    with pytest.raises(ValueError, match=r"policy_loss returned .*; it must return a tensor of one real loss per token"):
         fused(p)
 
 

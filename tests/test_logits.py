@@ -398,9 +398,9 @@ def test_overwriting_expanded_logits_is_refused(dimension: int) -> None:
     shape = [3, 4, 5]
     shape[dimension] = 1
     logits = torch.randn(shape).expand(3, 4, 5)
-    with pytest.raises(ValueError, match="overwrite_logits is True, but logits is expanded"):
+    with pytest.raises(ValueError, match="overwrite_logits is True, but entries of logits share their memory"):
         selected_logprobs(logits, torch.zeros(3, 4, dtype=torch.long), overwrite_logits=True)
-    with pytest.raises(ValueError, match="overwrite_logits is True, but logits is expanded"):
+    with pytest.raises(ValueError, match="overwrite_logits is True, but entries of logits share their memory"):
         grpo_loss(logits, torch.zeros(3, 4, dtype=torch.long), torch.ones(3), objective=Objective.dapo(), overwrite_logits=True)
 
 
@@ -721,3 +721,12 @@ def test_bad_arguments_of_the_losses_are_named(message: str) -> None:
     if message in BAD_LOSS:
         with pytest.raises(kind, match=message):
             grpo_loss(**{**GOOD, **changes})
+
+
+def test_overwriting_an_overlapping_view_is_refused_and_a_transposed_one_is_not() -> None:
+    with pytest.raises(ValueError, match="entries of logits share their memory"):
+        selected_logprobs(torch.randn(8).unfold(0, 4, 1), torch.zeros(5, dtype=torch.long), overwrite_logits=True)
+    logits, targets = problem((12,), 20)
+    turned = logits.t().contiguous().t().requires_grad_()
+    selected_logprobs(turned, targets, overwrite_logits=True).logprobs.sum().backward()
+    assert relative(turned.grad, torchs(logits, targets, torch.stack([torch.ones(12), torch.zeros(12)]), torch.float64)[2]) < 1e-6

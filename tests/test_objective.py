@@ -5,11 +5,12 @@ import math
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels import Objective, RolloutCorrection, TokenBatch, top_entropy_threshold
+from grpo_kernels import Objective, RolloutCorrection, TokenBatch, kl_estimate, top_entropy_threshold
 
 
 def batch(logprobs: Tensor, **given: Any) -> TokenBatch:
@@ -142,7 +143,7 @@ def test_the_entropy_threshold_is_the_quantile() -> None:
     for fraction in (0.0, 0.2, 0.5, 0.7, 1.0):
         threshold = top_entropy_threshold(entropy, mask, fraction=fraction)
         assert threshold == pytest.approx(float(torch.quantile(entropy[mask].double(), 1 - fraction)), abs=1e-9)
-    assert top_entropy_threshold(entropy, torch.zeros(1001), fraction=0.5) == math.inf
+    assert top_entropy_threshold(entropy, torch.zeros(1001, dtype=torch.bool), fraction=0.5) == math.inf
     # 0.3 x 10 is 3.0000000000000004 in floating point; the fourth value must still be in.
     values = torch.arange(11.0)
     assert int((values >= top_entropy_threshold(values, fraction=0.7)).sum()) == 8
@@ -153,3 +154,21 @@ def test_an_objective_survives_a_copy_and_a_pickle() -> None:
     for twin in (copy.deepcopy(objective), pickle.loads(pickle.dumps(objective))):
         assert twin == objective
         assert Objective.of_key(twin.key) == objective
+
+
+def test_numpy_numbers_are_numbers() -> None:
+    assert Objective(clip_low=np.float32(0.25)) == Objective(clip_low=0.25)
+    assert Objective.dr_grpo(constant_length=np.int64(5)).constant_length == 5
+
+
+def test_an_unknown_kl_estimate_is_named() -> None:
+    with pytest.raises(ValueError, match="kl is 'K1'; it must be one of 'k1', 'k2', 'k3'"):
+        kl_estimate("K1", torch.zeros(2), torch.zeros(2))
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"), [([1, 0], "mask has type list"), (torch.ones(2), "dtype torch.float32"), (torch.ones(3) > 0, "shape \\(3,\\)")]
+)
+def test_a_bad_mask_of_the_threshold_is_named(mask: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        top_entropy_threshold(torch.zeros(2), mask, fraction=0.5)

@@ -107,6 +107,30 @@ def test_the_loss_over_a_support(monkeypatch: pytest.MonkeyPatch, objective: Obj
     assert relative(weight.grad, tensors[1].grad) < 2e-6
 
 
+def test_what_is_not_in_the_support_may_be_anything() -> None:
+    p = make(6, 8, 40, masked=0.0)
+    targets = torch.where(p.targets == 0, 1, p.targets)
+    support = torch.stack([(targets + 1) % 39 + 1, torch.full((6,), -1)], 1)
+    poisoned = p.weight.clone()
+    poisoned[0] = float("nan")
+    gradients = []
+    for weight in (p.weight, poisoned):
+        hidden = p.hidden.clone().requires_grad_()
+        linear_logprobs(hidden, weight, targets, support=support).logprobs.sum().backward()
+        gradients.append(hidden.grad)
+    assert torch.equal(*gradients)
+    assert torch.isfinite(gradients[0]).all()
+
+
+def test_an_impossible_target() -> None:
+    p = make(6, 8, 40, masked=0.0)
+    bias = torch.zeros(40)
+    bias[p.targets[0]] = -torch.inf
+    others = (p.targets[:, None] + torch.arange(1, 4)) % 40
+    for support in (None, others):
+        assert linear_logprobs(p.hidden, p.weight, p.targets, bias=bias, support=support).logprobs[0] == -torch.inf
+
+
 def test_mixed_dtypes() -> None:
     p = make(30, 8, 40, masked=0.0)
     hidden, weight, bias = (

@@ -44,7 +44,7 @@ class TorchBackend:
             entries = head.weight[tile].to(hidden.dtype)
             logits = buffer[tile] if keep != "nothing" else buffer[: entries.shape[0]]
             torch.mm(entries, transposed, out=logits)
-            bias = None if head.bias is None else head.bias[tile].to(hidden.dtype)
+            bias = None if head.bias is None else head.bias[tile].to(hidden.dtype).contiguous()
             self._anchor(logits, tile.start, bias, head.softcap, rows, offset, result, keep_distances=keep == "distances")
             if result.weighted_rows is not None:
                 result.weighted_rows.addmm_(logits.t(), entries)
