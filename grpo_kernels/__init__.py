@@ -7,9 +7,11 @@ from grpo_kernels.linear_logprobs import TokenLogprobs, linear_logprobs
 from grpo_kernels.linear_loss import GRPOLoss, linear_grpo_loss
 from grpo_kernels.logits import grpo_loss, grpo_loss_from_logprobs, selected_logprobs
 from grpo_kernels.loss_module import LossModule
-from grpo_kernels.objective import Objective, RolloutCorrection, TokenBatch, kl_estimate, top_entropy_threshold
+from grpo_kernels.objective import Objective, kl_estimate, top_entropy_threshold
 from grpo_kernels.packing import LossCounts
 from grpo_kernels.process_supervision import process_advantages
+from grpo_kernels.rollout_correction import RolloutCorrection
+from grpo_kernels.token_batch import TokenBatch
 
 __version__ = "0.1.0"
 __all__ = [

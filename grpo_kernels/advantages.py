@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -10,6 +11,7 @@ from typing import Any, Literal, TypeGuard, get_args
 import torch
 from torch import Tensor
 
+from grpo_kernels.checks import check_choice, check_number
 from grpo_kernels.objective import KLEstimator, kl_estimate
 from grpo_kernels.packing import RowLayout
 
@@ -59,7 +61,7 @@ def group_advantages(
     check_choice("scale", scale, get_args(AdvantageScale))
     check_choice("baseline", baseline, get_args(AdvantageBaseline))
     check_choice("combine", combine, get_args(RewardCombination))
-    check_eps(eps)
+    check_number("eps", eps, 0.0, math.inf)
     if combine == "normalize_then_sum" and (scale, baseline) != ("group", "mean"):
         raise ValueError(f"combine 'normalize_then_sum' needs scale 'group' and baseline 'mean'; they are {scale!r} and {baseline!r}")
     scores = Scores.read("rewards", rewards)
@@ -117,8 +119,7 @@ def kl_penalized_rewards(
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a tensor")
     check_choice("kl", kl, get_args(KLEstimator))
-    if not isinstance(coef, int | float) or not 0 <= coef < float("inf"):
-        raise ValueError(f"coef is {coef}; it must be finite and at least 0")
+    check_number("coef", coef, 0.0, math.inf)
     if logprobs.dim() not in (1, 2):
         raise ValueError(f"logprobs has shape {tuple(logprobs.shape)}; it must be [rows] or [completions, length]")
     if logprobs.dim() == 1 and cu_seqlens is None:
@@ -244,16 +245,6 @@ def integers(name: str, values: Sequence[int] | Tensor) -> list[int]:
     if not isinstance(items, Sequence) or not all(isinstance(item, Integral) for item in items):
         raise TypeError(f"{name} is {values!r}; it must be a one-dimensional sequence of integers")
     return [int(item) for item in items]
-
-
-def check_choice(name: str, given: str, allowed: tuple[str, ...]) -> None:
-    if given not in allowed:
-        raise ValueError(f"{name} is {given!r}; it must be {', '.join(map(repr, allowed[:-1]))} or {allowed[-1]!r}")
-
-
-def check_eps(eps: float) -> None:
-    if not isinstance(eps, int | float) or not 0 <= eps < float("inf"):
-        raise ValueError(f"eps is {eps}; it must be finite and at least 0")
 
 
 def _rounding(dtype: torch.dtype) -> float:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.objective import Objective, TokenBatch, TokenLoss, top_entropy_threshold
+from grpo_kernels.objective import Objective, top_entropy_threshold
 from grpo_kernels.packing import LossCounts, RowLayout
+from grpo_kernels.token_batch import TokenBatch, TokenLoss
 
 
 @dataclass(frozen=True)

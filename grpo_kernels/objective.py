@@ -6,146 +6,27 @@ import math
 import weakref
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from grpo_kernels.checks import check_choice, check_number
 from grpo_kernels.packing import LossCounts
+from grpo_kernels.rollout_correction import RolloutCorrection
+from grpo_kernels.token_batch import MAX_LOG_RATIO, TokenBatch, TokenLoss, bounded
 
 KLEstimator = Literal["k1", "k2", "k3"]
 Aggregation = Literal["token", "sequence", "constant"]
 RatioLevel = Literal["token", "sequence"]
 PolicyLossName = Literal["clip", "cispo", "sapo", "gmpo", "vespo", "reinforce"]
-CorrectionLevel = Literal["token", "sequence", "geometric"]
-CorrectionMode = Literal["truncate", "mask"]
 
-# Log-ratios are held in [-20, 20] before exp: e^20 = 4.9e8 is far outside every clip range, and a finite input then gives a
-# finite loss and gradient (exp overflows float32 at 88). Beyond the bound a ratio or an estimate is constant, so its gradient is 0.
-MAX_LOG_RATIO = 20.0
 # VESPO's authors bound the sequence weight from below at 1e-8.
 _VESPO_MIN_LOG_WEIGHT = math.log(1e-8)
 
 
-@dataclass(frozen=True)
-class TokenBatch:
-    """What the objective of some tokens is computed from, and what a user's own `policy_loss` is given.
-
-    [n] tensors in float32, or float64 where the hidden states are: only tokens that count (mask true), and whole sequences of them only
-    with `Objective.ratio_level` "sequence" or where else the objective looks at sequences; otherwise any part of them that fits. Only
-    `logprobs` carries a gradient. `policy_weight` and `entropy_threshold` are applied after the policy loss, not by it.
-
-    Attributes:
-        logprobs: log-probabilities of the targets under the current policy, in nats.
-        old_logprobs: under the policy of the last rollout; the current ones where none were given.
-        ref_logprobs: under the reference policy, or None.
-        rollout_logprobs: as the rollout engine reported them, NaN where it could not, or None.
-        advantages: of each token.
-        entropy: of each token's distribution, in nats.
-        sequence_of_row: int64, the sequence of each token.
-        lengths: [sequences] float, the tokens of each sequence that count, at least 1.
-        policy_weight: constant factor of each token's policy loss that is known beforehand.
-        entropy_threshold: tokens of smaller entropy have no policy loss, or None.
-        whole_sequences: whether all of a sequence's tokens are here.
-    """
-
-    logprobs: Tensor
-    old_logprobs: Tensor
-    ref_logprobs: Tensor | None
-    rollout_logprobs: Tensor | None
-    advantages: Tensor
-    entropy: Tensor
-    sequence_of_row: Tensor
-    lengths: Tensor
-    policy_weight: Tensor
-    entropy_threshold: Tensor | None = None
-    whole_sequences: bool = True
-
-    def sequence_sum(self, values: Tensor) -> Tensor:
-        """The sum of `values` [n] over each token's sequence, [n].
-
-        Raises:
-            ValueError: where only a part of a sequence may be here.
-        """
-        if not self.whole_sequences:
-            raise ValueError("ratio_level is 'token'; a policy_loss that looks at whole sequences needs Objective(ratio_level='sequence')")
-        sums = torch.zeros(self.lengths.numel(), dtype=values.dtype, device=values.device)
-        return sums.index_add(0, self.sequence_of_row, values)[self.sequence_of_row]
-
-    def sequence_mean(self, values: Tensor) -> Tensor:
-        """The mean of `values` [n] over each token's sequence, [n]."""
-        return self.sequence_sum(values) / self.lengths[self.sequence_of_row].to(values.dtype)
-
-
-@dataclass(frozen=True)
-class TokenLoss:
-    """Per-token results, each [n]. `loss` carries the graph back to the log-probabilities; the rest is detached.
-
-    `rollout_ratio` is exp(old - rollout) at the correction's level before it is truncated or masked; `policy_weight` the product of all
-    constant factors of the policy loss: rollout correction, off-policy mask, entropy mask.
-    """
-
-    loss: Tensor
-    ratio: Tensor
-    kl: Tensor
-    clipped_low: Tensor
-    clipped_high: Tensor
-    rollout_ratio: Tensor
-    policy_weight: Tensor
-
-
 PolicyLoss = PolicyLossName | Callable[[TokenBatch], Tensor]
-
-
-@dataclass(frozen=True)
-class RolloutCorrection:
-    """A constant factor on the policy loss for the mismatch of the rollout engine's policy with the trainer's: w = pi_old / pi_rollout.
-
-    level: "token", each token's ratio; "sequence", the product over a sequence, which grows with its length; "geometric", the product to
-        the power 1 / length, whose bounds mean the same at every length.
-    mode: "truncate", w is held in [low, high] (TIS, https://fengyao.notion.site/off-policy-rl); "mask", w outside of it becomes 0 (MIS,
-        https://richardli.xyz/rl-collapse).
-    low, high: bounds of the ratio; None: no bound on that side.
-
-    A token whose rollout log-probability is NaN (an engine that could not score it) has ratio 1.
-
-    Raises:
-        ValueError: at construction, naming the field.
-    """
-
-    level: CorrectionLevel = "token"
-    mode: CorrectionMode = "truncate"
-    low: float | None = None
-    high: float | None = 2.0
-
-    def __post_init__(self) -> None:
-        _check_choice("rollout_correction.level", self.level, get_args(CorrectionLevel))
-        _check_choice("rollout_correction.mode", self.mode, get_args(CorrectionMode))
-        if self.low is None and self.high is None:
-            raise ValueError("rollout_correction.low and .high are both None; at least one bound is needed")
-        for name, bound in (("low", self.low), ("high", self.high)):
-            if bound is not None:
-                _check_number(f"rollout_correction.{name}", bound, 0.0, math.inf)
-        if (self.low or 0.0) > (math.inf if self.high is None else self.high):
-            raise ValueError(f"rollout_correction.low is {self.low} and .high {self.high}; low must not be above high")
-
-    def ratio(self, batch: TokenBatch) -> Tensor:
-        """The raw ratio of each token at `level`, [n]."""
-        assert batch.rollout_logprobs is not None
-        log_ratio = torch.nan_to_num(batch.old_logprobs.detach() - batch.rollout_logprobs, nan=0.0, posinf=math.inf, neginf=-math.inf)
-        log_ratio = _bounded(log_ratio)
-        if self.level == "sequence":
-            log_ratio = _bounded(batch.sequence_sum(log_ratio))
-        elif self.level == "geometric":
-            log_ratio = batch.sequence_mean(log_ratio)
-        return torch.exp(log_ratio)
-
-    def weight(self, ratio: Tensor) -> Tensor:
-        low, high = self.low or 0.0, math.inf if self.high is None else self.high
-        if self.mode == "truncate":
-            return ratio.clamp(low, high)
-        return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
 
 
 _BY_SETTINGS: dict[str, Objective] = {}
@@ -215,22 +96,22 @@ class Objective:
 
     def __post_init__(self) -> None:
         if not callable(self.policy_loss):
-            _check_choice("policy_loss", self.policy_loss, get_args(PolicyLossName), "or a function of a TokenBatch")
-        _check_choice("ratio_level", self.ratio_level, get_args(RatioLevel))
-        _check_choice("kl", self.kl, get_args(KLEstimator))
-        _check_choice("aggregation", self.aggregation, get_args(Aggregation))
-        _check_number("clip_low", self.clip_low, 0.0, 1.0)
-        _check_number("top_entropy", self.top_entropy, 0.0, 1.0)
+            check_choice("policy_loss", self.policy_loss, get_args(PolicyLossName), "or a function of a TokenBatch")
+        check_choice("ratio_level", self.ratio_level, get_args(RatioLevel))
+        check_choice("kl", self.kl, get_args(KLEstimator))
+        check_choice("aggregation", self.aggregation, get_args(Aggregation))
+        check_number("clip_low", self.clip_low, 0.0, 1.0)
+        check_number("top_entropy", self.top_entropy, 0.0, 1.0)
         for name in ("clip_high", "kl_coef", "entropy_coef", "vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg"):
-            _check_number(name, getattr(self, name), 0.0, math.inf)
+            check_number(name, getattr(self, name), 0.0, math.inf)
         for name in ("sapo_tau_pos", "sapo_tau_neg"):
-            _check_number(name, getattr(self, name), 1e-3, math.inf)
+            check_number(name, getattr(self, name), 1e-3, math.inf)
         if self.max_ratio is not None:
-            _check_number("max_ratio", self.max_ratio, 1.0 + self.clip_high, math.inf)  # below, it would undo the upper clip
+            check_number("max_ratio", self.max_ratio, 1.0 + self.clip_high, math.inf)  # below, it would undo the upper clip
             if self.policy_loss != "clip":
                 raise ValueError(f"max_ratio is {self.max_ratio}, but policy_loss is {self.policy_loss!r}; only 'clip' has it")
         if self.off_policy_threshold is not None:
-            _check_number("off_policy_threshold", self.off_policy_threshold, 0.0, math.inf)
+            check_number("off_policy_threshold", self.off_policy_threshold, 0.0, math.inf)
         if not isinstance(self.rollout_correction, RolloutCorrection | None):
             raise ValueError(f"rollout_correction is {self.rollout_correction!r}; it must be None or a RolloutCorrection")
         if self.policy_loss == "vespo" and self.rollout_correction is not None and self.rollout_correction.level != "token":
@@ -293,7 +174,7 @@ class Objective:
     @classmethod
     def cispo(cls, *, max_weight: float = 5.0, **changes: Any) -> Objective:
         """CISPO (arXiv 2506.13585): the ratio is a constant weight of at most `max_weight` = 1 + clip_high; no token loses its gradient."""
-        _check_number("max_weight", max_weight, 1.0, math.inf)
+        check_number("max_weight", max_weight, 1.0, math.inf)
         return _preset({"policy_loss": "cispo", "clip_high": max_weight - 1.0, "aggregation": "token"}, changes)
 
     @classmethod
@@ -346,7 +227,7 @@ class Objective:
 
     def evaluate(self, batch: TokenBatch) -> TokenLoss:
         """Policy loss and KL penalty of each token, before averaging and without the entropy bonus."""
-        token_log_ratio = _bounded(batch.logprobs - batch.old_logprobs)
+        token_log_ratio = bounded(batch.logprobs - batch.old_logprobs)
         log_ratio = batch.sequence_mean(token_log_ratio) if self.ratio_level == "sequence" else token_log_ratio
         ratio = torch.exp(log_ratio)
         weight = batch.policy_weight
@@ -406,7 +287,7 @@ class Objective:
 
     def _on_policy(self, batch: TokenBatch) -> Tensor:
         sampled = batch.old_logprobs if batch.rollout_logprobs is None else batch.rollout_logprobs
-        drift = _bounded(torch.nan_to_num(sampled - batch.logprobs.detach(), nan=0.0, posinf=math.inf, neginf=-math.inf))
+        drift = bounded(torch.nan_to_num(sampled - batch.logprobs.detach(), nan=0.0, posinf=math.inf, neginf=-math.inf))
         assert self.off_policy_threshold is not None
         return (batch.advantages >= 0) | (batch.sequence_mean(drift) <= self.off_policy_threshold)
 
@@ -444,8 +325,8 @@ def kl_estimate(kl: KLEstimator, logprobs: Tensor, ref_logprobs: Tensor) -> Tens
     Raises:
         ValueError: for an unknown estimator.
     """
-    _check_choice("kl", kl, get_args(KLEstimator))
-    difference = _bounded(ref_logprobs - logprobs)
+    check_choice("kl", kl, get_args(KLEstimator))
+    difference = bounded(ref_logprobs - logprobs)
     if kl == "k1":
         return -difference
     if kl == "k2":
@@ -465,7 +346,7 @@ def top_entropy_threshold(entropy: Tensor, mask: Tensor | None = None, *, fracti
     if mask is not None and not (isinstance(mask, Tensor) and mask.shape == entropy.shape and not mask.dtype.is_floating_point):
         got = f"shape {tuple(mask.shape)} and dtype {mask.dtype}" if isinstance(mask, Tensor) else f"type {type(mask).__name__}"
         raise ValueError(f"mask has {got}; it must be bool or integer of entropy's shape {tuple(entropy.shape)}")
-    _check_number("fraction", fraction, 0.0, 1.0)
+    check_number("fraction", fraction, 0.0, 1.0)
     values = entropy.detach().reshape(-1).double() if mask is None else entropy.detach()[mask.to(entropy.device) != 0].double()
     if values.numel() == 0:
         return math.inf
@@ -476,11 +357,6 @@ def top_entropy_threshold(entropy: Tensor, mask: Tensor | None = None, *, fracti
     below = int(position)
     ordered = values.sort().values[below : below + 2]
     return float(torch.lerp(ordered[0], ordered[-1], position - below))
-
-
-def _bounded(log_ratio: Tensor) -> Tensor:
-    bounded = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return torch.where(log_ratio.isnan(), log_ratio, bounded)  # clamp would give a NaN the gradient 0, and hide it from a norm
 
 
 def _choose(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
@@ -497,14 +373,3 @@ def _checked(losses: Any, batch: TokenBatch) -> Tensor:
         got = f"shape {tuple(losses.shape)} and dtype {losses.dtype}" if isinstance(losses, Tensor) else type(losses).__name__
         raise ValueError(f"policy_loss returned {got}; it must return a tensor of one real loss per token, {tuple(batch.logprobs.shape)}")
     return losses
-
-
-def _check_choice(name: str, value: Any, allowed: tuple[str, ...], also: str = "") -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))} {also}".rstrip())
-
-
-def _check_number(name: str, value: Any, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, Real) or not low <= float(value) <= high or value == math.inf:
-        allowed = f"finite and at least {low:g}" if high == math.inf else f"in [{low:g}, {high:g}]"
-        raise ValueError(f"{name} is {value}; it must be {allowed}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal
@@ -9,7 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from grpo_kernels.advantages import Rewards, Scores, check_choice, check_eps, group_ids, integers
+from grpo_kernels.advantages import Rewards, Scores, group_ids, integers
+from grpo_kernels.checks import check_choice, check_number
 
 
 def process_advantages(
@@ -45,7 +47,7 @@ def process_advantages(
             reward that is not finite; names the argument and the completion.
     """
     check_choice("scale", scale, ("group", "none"))
-    check_eps(eps)
+    check_number("eps", eps, 0.0, math.inf)
     tokens = integers("lengths", lengths)
     for name, values in (("step_rewards", step_rewards), ("step_ends", step_ends)):
         if len(values) != len(tokens):

@@ -136,7 +136,7 @@ def test_affine_rewards_give_the_same_group_scaled_advantages() -> None:
         (r"weights is \[1.0\]; .*\(2,\)", {"rewards": torch.zeros(2, 2), "groups": 2, "weights": [1.0]}),
         (r"weights is \[1.0, 2.0\]; .*\(1,\)", {"rewards": torch.zeros(2), "groups": 2, "weights": [1.0, 2.0]}),
         (r"weights is \[1.0, nan\]", {"rewards": torch.zeros(2, 2), "groups": 2, "weights": torch.tensor([1.0, math.nan])}),
-        ("baseline is 'median'; it must be 'mean' or 'leave_one_out'", {"rewards": torch.zeros(2), "groups": 2, "baseline": "median"}),
+        ("baseline is 'median'; it must be one of 'mean', 'leave_one_out'", {"rewards": torch.zeros(2), "groups": 2, "baseline": "median"}),
         ("combine is 'sum'", {"rewards": torch.zeros(2), "groups": 2, "combine": "sum"}),
         ("needs scale 'group' .* 'none'", {"rewards": torch.zeros(2), "groups": 2, "combine": "normalize_then_sum", "scale": "none"}),
         (
@@ -375,7 +375,7 @@ def test_kl_in_the_reward_of_no_completions() -> None:
         (r"rewards\[1\] is nan", {"rewards": torch.tensor([0.0, math.nan])}),
         ("coef is -1", {"coef": -1.0}),
         ("coef is inf", {"coef": math.inf}),
-        ("kl is 'k4'; it must be 'k1', 'k2' or 'k3'", {"kl": "k4"}),
+        ("kl is 'k4'; it must be one of 'k1', 'k2', 'k3'", {"kl": "k4"}),
         ("logprobs has shape .*must be .rows. or", {"logprobs": torch.zeros(1, 1, 5)}),
         ("cu_seqlens is None", {"cu_seqlens": None}),
         ("cu_seqlens is .* it must rise from 0 to the 5 rows", {"cu_seqlens": torch.tensor([0, 2, 4])}),

@@ -100,7 +100,7 @@ def test_nothing_to_supervise() -> None:
 @pytest.mark.parametrize(
     ("error", "message", "changed"),
     [
-        (ValueError, "scale is 'batch'; it must be 'group' or 'none'", {"scale": "batch"}),
+        (ValueError, "scale is 'batch'; it must be one of 'group', 'none'", {"scale": "batch"}),
         (ValueError, "eps is -1", {"eps": -1.0}),
         (TypeError, r"lengths is \[3.0, 2\]", {"lengths": [3.0, 2]}),
         (ValueError, r"lengths\[1\] is -1", {"lengths": [3, -1], "step_ends": [[0, 2], []], "step_rewards": [[1.0, 0.0], []]}),
