@@ -92,6 +92,7 @@ def _group_name(group: dist.ProcessGroup | None) -> str:
 
 
 def _group(name: str) -> dist.ProcessGroup | None:
+    # The only way back from a name, which torch's own functional collectives take as well; its stubs leave it out.
     return dist.distributed_c10d._resolve_process_group(name) if name else None  # type: ignore[attr-defined, arg-type]
 
 

@@ -196,4 +196,4 @@ def _check_ids(name: str, ids: Tensor, rows: Tensor, vocabulary: int) -> None:
     if bool(bad.any()):
         first = int(bad.nonzero()[0])
         what = "an unmasked target must be" if name == "targets" else "ids must be"
-        raise ValueError(f"{name} holds {int(ids[first])} at row {int(rows[first])}; {what} in [0, {vocabulary}), the rows of weight")
+        raise ValueError(f"{name} holds {int(ids[first])} at row {int(rows[first])}; {what} in [0, {vocabulary}), the vocabulary")

@@ -48,6 +48,9 @@ def linear_logprobs(
 
     Args: as `linear_grpo_loss`.
 
+    Returns:
+        TokenLogprobs of the targets' shape.
+
     Raises:
         ValueError, TypeError: on bad arguments, before any work, naming them.
         RuntimeError: in backward, when a second derivative is asked for.

@@ -37,6 +37,9 @@ def selected_logprobs(
             needs their values in its backward then fails with autograd's error on changed tensors, and never with a wrong gradient. Under
             torch.compile, which plans its memory itself, it does nothing.
 
+    Returns:
+        TokenLogprobs of the targets' shape.
+
     Raises:
         ValueError, TypeError: on bad arguments, before any work, naming them.
         RuntimeError: in backward, when a second derivative is asked for.
@@ -68,7 +71,10 @@ def grpo_loss(
     entropy_threshold: float | None = None,
     overwrite_logits: bool = False,
 ) -> GRPOLoss:
-    """`linear_grpo_loss` for trainers that have the logits; see there for the arguments, and `selected_logprobs` for `overwrite_logits`."""
+    """`linear_grpo_loss` for trainers that have the logits, [rows, V] or [batch, length, V]: the same result, differentiable in them.
+
+    See there for the arguments and errors, and `selected_logprobs` for `overwrite_logits`.
+    """
     inputs = LossInputs(
         objective=objective, advantages=advantages, cu_seqlens=cu_seqlens, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs,
         rollout_logprobs=rollout_logprobs, mask=mask, counts=counts, sequence_lengths=sequence_lengths, entropy_threshold=entropy_threshold,
@@ -101,14 +107,14 @@ def grpo_loss_from_logprobs(
 ) -> GRPOLoss:
     """The loss from log-probabilities [rows] or [batch, length] that the trainer has already, differentiable in them and in `entropy`.
 
-    `entropy`, of the same shape, is needed by `objective.entropy_coef` and `objective.top_entropy`. Otherwise as `linear_grpo_loss`.
+    `entropy`, of the same shape, is needed by `objective.entropy_coef` and `objective.top_entropy`.
+    Result and errors as of `linear_grpo_loss`.
     """
     inputs = LossInputs(
         objective=objective, advantages=advantages, cu_seqlens=cu_seqlens, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs,
         rollout_logprobs=rollout_logprobs, mask=mask, counts=counts, sequence_lengths=sequence_lengths, entropy_threshold=entropy_threshold,
     )  # fmt: skip
-    if not isinstance(objective, Objective):
-        raise TypeError(f"objective is {objective!r}; it must be an Objective, such as Objective.dapo()")
+    inputs.check()
     if entropy is None and (objective.entropy_coef or objective.top_entropy < 1.0):
         raise ValueError("entropy is None, but objective.entropy_coef or objective.top_entropy needs it")
     for name, tensor in (("logprobs", logprobs), ("entropy", entropy)):

@@ -193,7 +193,8 @@ def _next(values: Any) -> Any:
 
 def _causal_lm(model: nn.Module) -> Any:
     """Without peft's wrapper. Adapters inside of the layers stay where they are."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    unwrap = getattr(model, "get_base_model", None)
+    return model if unwrap is None else unwrap()
 
 
 def _decoder(causal_lm: Any) -> nn.Module:

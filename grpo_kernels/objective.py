@@ -21,13 +21,10 @@ KLEstimator = Literal["k1", "k2", "k3"]
 Aggregation = Literal["token", "sequence", "constant"]
 RatioLevel = Literal["token", "sequence"]
 PolicyLossName = Literal["clip", "cispo", "sapo", "gmpo", "vespo", "reinforce"]
+PolicyLoss = PolicyLossName | Callable[[TokenBatch], Tensor]
 
 # VESPO's authors bound the sequence weight from below at 1e-8.
 _VESPO_MIN_LOG_WEIGHT = math.log(1e-8)
-
-
-PolicyLoss = PolicyLossName | Callable[[TokenBatch], Tensor]
-
 
 _BY_SETTINGS: dict[str, Objective] = {}
 _WITH_FUNCTION: weakref.WeakValueDictionary[str, Objective] = weakref.WeakValueDictionary()
@@ -41,7 +38,7 @@ class Objective:
     2507.18071 eq. 7), advantage `A` and stop-gradient sg, a token's policy loss is, by `policy_loss`:
 
         clip        -min(min(r, max_ratio) A, clip(r, 1 - clip_low, 1 + clip_high) A)        arXiv 1707.06347; max_ratio: arXiv 1912.09729
-        cispo       -sg(min(r, 1 + clip_high)) A logp                                        arXiv 2506.13585 eq. 4
+        cispo       -sg(min(r, 1 + clip_high)) A logp                                        arXiv 2506.13585
         sapo        -(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A                  arXiv 2511.20347
         gmpo        -A exp(mean over the sequence of log r, each clipped at -clip_low, clip_high as by PPO)    arXiv 2507.20673
         vespo       -sg(phi(w)) A logp, phi(w) = w^k e^(lambda (1 - w)), w = prod of the sequence's token ratios,
@@ -59,14 +56,14 @@ class Objective:
 
     KL, with d = ref - logp: k1 = -d, k2 = d^2 / 2, k3 = e^d - d - 1 (Schulman 2020, http://joschu.net/blog/kl-approx.html). k1's gradient
     in the loss has expectation zero on policy: it is only noise. `kl_ratio_corrected` multiplies by r, which with the token's r makes the
-    gradient of k3 that of the reverse KL (arXiv 2512.02556 eq. 7). For KL in the reward leave kl_coef at 0: `kl_penalized_rewards`.
+    gradient of k3 that of the reverse KL (arXiv 2512.02556). For KL in the reward leave kl_coef at 0: `kl_penalized_rewards`.
 
     `policy_weight` is the product of: `rollout_correction`, see there (but for vespo); `off_policy_threshold`, which drops the tokens with
     A < 0 of a sequence whose mean(rollout - logp), or mean(old - logp) without rollout log-probabilities, is larger (arXiv 2512.02556
     eq. 9); `top_entropy`, which keeps the policy loss of that fraction of the tokens, those of largest entropy, and of one at least (arXiv
     2506.01939). A function as `policy_loss` is not clipped, but weighted, averaged and joined with KL and entropy like the others; one
-    that looks at whole sequences says so by `ratio_level` "sequence". GMPO's range holds as in its equation 4, -clip_low to clip_high for
-    either sign of A. Make an objective once, not per step: torch.compile tells them apart.
+    that looks at whole sequences says so by `ratio_level` "sequence". GMPO's range is -clip_low to clip_high of
+    log r for either sign of A. Make an objective once, not per step: torch.compile tells them apart.
 
     Raises:
         ValueError: at construction, naming the field, what was given and what is allowed.

@@ -23,7 +23,7 @@ class RolloutCorrection:
     level: "token", each token's ratio; "sequence", the product over a sequence, which grows with its length; "geometric", the product to
         the power 1 / length, whose bounds mean the same at every length.
     mode: "truncate", w is held in [low, high] (TIS, https://fengyao.notion.site/off-policy-rl); "mask", w outside of it becomes 0 (MIS,
-        https://richardli.xyz/rl-collapse).
+        Liu, Li et al. 2025, "When Speed Kills Stability").
     low, high: bounds of the ratio; None: no bound on that side.
 
     A token whose rollout log-probability is NaN (an engine that could not score it) has ratio 1.

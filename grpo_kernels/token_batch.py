@@ -80,5 +80,5 @@ class TokenLoss:
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
-    bounded = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return torch.where(log_ratio.isnan(), log_ratio, bounded)  # clamp would give a NaN the gradient 0, and hide it from a norm
+    """Within -+MAX_LOG_RATIO. A NaN passes through with its gradient: clamp would make that 0, and hide the NaN from a gradient norm."""
+    return torch.where(log_ratio.isnan(), log_ratio, log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))

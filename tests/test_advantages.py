@@ -91,21 +91,21 @@ def test_sizes_of_numpy_type() -> None:
 
 def test_wrong_types_are_named() -> None:
     with pytest.raises(TypeError, match="rewards is a dict"):
-        group_advantages({0: 1.0}, 1)  # type: ignore[arg-type]
+        group_advantages({0: 1.0}, 1)
     with pytest.raises(TypeError, match="rewards is a str"):
-        group_advantages("12", 2)  # type: ignore[arg-type]
+        group_advantages("12", 2)
     with pytest.raises(TypeError, match=r"rewards has dtype torch\.complex64"):
         group_advantages(torch.zeros(2, dtype=torch.complex64), 2)
     with pytest.raises(TypeError, match=r"rewards\[1\] is '2'"):
-        group_advantages([1.0, "2"], 2)  # type: ignore[list-item]
+        group_advantages([1.0, "2"], 2)
     with pytest.raises(TypeError, match=r"rewards\[1\]\[0\] is '2'"):
-        group_advantages([[1.0], ["2"]], 2)  # type: ignore[list-item]
+        group_advantages([[1.0], ["2"]], 2)
     with pytest.raises(TypeError, match="groups is a list"):
-        group_advantages(torch.rand(2), [2])  # type: ignore[arg-type]
+        group_advantages(torch.rand(2), [2])
     with pytest.raises(TypeError, match=r"sizes is \[2.0\]"):
-        group_advantages(torch.rand(2), sizes=[2.0])  # type: ignore[list-item]
+        group_advantages(torch.rand(2), sizes=[2.0])
     with pytest.raises(TypeError, match="weights is 'ab'"):
-        group_advantages(torch.rand(2, 2), 2, weights="ab")  # type: ignore[arg-type]
+        group_advantages(torch.rand(2, 2), 2, weights="ab")
 
 
 def test_a_group_of_one_has_no_advantage() -> None:

@@ -515,7 +515,7 @@ BAD: list[tuple[str, Callable[[Problem], Any]]] = [
     ("targets has shape \\(4,\\)", lambda p: grpo_loss(p.hidden, p.targets[:4], p.advantages[:4], objective=p.objective)),
     ("mask has shape", lambda p: grpo_loss(p.hidden, p.targets % 16, p.advantages, objective=p.objective, mask=p.mask[:3])),
     ("entropy is None", lambda p: grpo_loss_from_logprobs(p.advantages, p.advantages, objective=OBJECTIVES["entropy"])),
-    ("objective is 'grpo'", lambda p: grpo_loss_from_logprobs(p.advantages, p.advantages, objective="grpo")),  # type: ignore[arg-type]
+    ("objective is 'grpo'", lambda p: grpo_loss_from_logprobs(p.advantages, p.advantages, objective="grpo")),
 ]
 
 

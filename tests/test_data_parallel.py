@@ -200,7 +200,7 @@ def _wrapped(case: Case, model: nn.Module, objective: Objective) -> nn.Module:
         return DistributedDataParallel(module, **dict(case.ddp))
     dtype = torch.bfloat16 if "bfloat16" in case.wrapper else None
     if case.wrapper != "fsdp2, one unit":
-        for layer in model.model.layers:  # type: ignore[union-attr]
+        for layer in model.model.layers:
             fully_shard(layer, mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32))
     return fully_shard(module, mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False))
 
@@ -218,8 +218,8 @@ def _step(case: Case, module: nn.Module, pieces: list[Batch], counts: LossCounts
     for number, piece in enumerate(pieces):
         last = number == len(pieces) - 1
         if case.wrapper != "ddp":
-            module.set_requires_gradient_sync(last)  # type: ignore[operator]
-        with module.no_sync() if case.wrapper == "ddp" and not last else nullcontext():  # type: ignore[operator]
+            module.set_requires_gradient_sync(last)
+        with module.no_sync() if case.wrapper == "ddp" and not last else nullcontext():
             result = module(**piece.arguments(), counts=counts)
             result.loss.backward()
         total += float(result.loss.detach())
@@ -265,14 +265,14 @@ def test_gradients_are_those_of_one_process(case: Case, ranks: list[dict[str, tu
     expected_loss, expected = _expected(case.kind, case.objective, 3 if case.nothing_on_second else len(LENGTHS))
     tolerance = 5e-2 if "bfloat16" in case.wrapper else 1e-5
     assert (loss + other_loss) / 2 == pytest.approx(expected_loss, rel=tolerance)
-    assert all(torch.equal(first[name], second[name]) for name in expected)  # type: ignore[arg-type]
+    assert all(torch.equal(first[name], second[name]) for name in expected)
     _check_gradients(first, expected, tolerance)
 
 
 def test_gradients_differ_where_the_hooks_are_not_armed(ranks: list[dict[str, tuple[float, dict[str, Tensor | None]]]]) -> None:
     """That the tests above can fail."""
     first, second = (answers["hooks not armed"][1] for answers in ranks)
-    assert all(relative(first[name], second[name]) > 1e-2 for name in first)  # type: ignore[arg-type]
+    assert all(relative(first[name], second[name]) > 1e-2 for name in first)
 
 
 # ---------------------------------------------------------------------------------------------------- one process
