@@ -8,7 +8,7 @@ E_j = exp(x_j - x_y) needs no maximum, no second pass over the logits and no res
 and with c = d loss / d logp the gradients are d h = a (sum_j E_j W_j - s W_y) and d W = E'^T (a h), a = -c / ((1 + s) T),
 E'_y = -s: the row scale comes after GEMM 2, so that a tile of W serves GEMM 1 and GEMM 2 while it is in the cache. Leaving the target out
 of the sum keeps 1 - p_y exact when p_y -> 1, where "1 - p" has lost every digit. The target was sampled, so E is bounded by 1 / p_y; a row
-for which that is too large takes the maximum as its offset instead.
+for which that is too large is extreme, adds nothing, and goes through the pass once more, after all others, with its maximum as the offset.
 
 A soft cap, or an entropy H in the loss with e = d loss / d H, makes the gradient more than a row scale of E:
 
@@ -22,10 +22,10 @@ A vocabulary that is split over processes needs x_y from its owner and one sum o
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -34,6 +34,8 @@ from grpo_kernels.backends import Backend, ChunkRows, Sweep
 from grpo_kernels.backends.base import Keep, LogitSlopes, ParameterGradients
 from grpo_kernels.head import Head, HeadRows
 from grpo_kernels.softmax import Statistics, is_extreme, target_slope
+
+Anchor = Literal["target", "maximum"]
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ class SoftmaxChunk:
     """A chunk's statistics, [n] float32 (float64 where an input is), and what its gradients need.
 
     logprobs: of the targets. entropy: in nats, of each row. complement: 1 - p_y. total: Z = sum over j of exp(x_j - o). log_total: its
-    logarithm. offset: o, the target's logit x_y; for a row whose target is very unlikely, the row's maximum. target_logits: x_y.
+    logarithm. offset: o. target_logits: x_y. extreme: [n] bool, rows of which none of this means anything; they have no gradient, and go
+    through `forward` once more with the maximum as their anchor.
     """
 
     rows: ChunkRows
@@ -79,10 +82,14 @@ class SoftmaxChunk:
     offset: Tensor
     target_logits: Tensor
     target_rows: Tensor
+    extreme: Tensor
 
 
 class HeadPass:
-    """Chunks go through `forward` and then, where gradients are wanted, through `backward` before the next `forward`."""
+    """Chunks go through `forward` and then, where gradients are wanted, through `backward` before the next `forward`.
+
+    On a GPU nothing here waits for a result: chunk after chunk is launched ahead of the device.
+    """
 
     def __init__(self, head: Head, backend: Backend, dtype: torch.dtype, wanted: Wanted) -> None:
         """`dtype`: of the arithmetic, see `working_dtype`."""
@@ -96,17 +103,17 @@ class HeadPass:
         )
         self.rows_per_chunk = backend.rows_per_chunk(head.largest_slice)
 
-    def forward(self, hidden: Tensor, rows: HeadRows, *, gradients: bool = True) -> SoftmaxChunk:
+    def forward(self, hidden: Tensor, rows: HeadRows, *, gradients: bool = True, anchor: Anchor = "target") -> SoftmaxChunk:
         """`hidden` is [n, H]. Without `gradients` nothing is kept."""
         head = self._head
         inverse_temperature = rows.temperatures.reciprocal()
-        chunk_rows = ChunkRows(hidden.to(self._dtype), head.own(rows.targets).contiguous(), inverse_temperature.to(self._dtype))
+        chunk_rows = ChunkRows(hidden, head.own(rows.targets).contiguous(), inverse_temperature.to(self._dtype))
         target_rows, target_logits = self._target_logits(chunk_rows, inverse_temperature)
-        offset = target_logits.to(self._dtype, copy=True)  # a redone row gets another
+        offset = target_logits.to(self._dtype) if anchor == "target" else self._maximum(chunk_rows)
         sweep = self._sweep(chunk_rows, offset, gradients)
         extreme = is_extreme(sweep.others)
-        if bool(extreme.any()):
-            self._redo(extreme.nonzero()[:, 0], chunk_rows, offset, sweep, gradients)
+        if anchor == "maximum":  # then only a NaN makes a row extreme, and stays one
+            extreme = torch.zeros_like(extreme)
         statistics = Statistics.of(sweep.others, sweep.weighted, target_logits - offset.double())
         return SoftmaxChunk(
             rows=chunk_rows,
@@ -119,11 +126,13 @@ class HeadPass:
             offset=offset,
             target_logits=target_logits.to(self._dtype),
             target_rows=target_rows,
+            extreme=extreme,
         )
 
     def backward(self, chunk: SoftmaxChunk, slope: Tensor, entropy_slope: Tensor) -> Tensor | None:
         """The gradient of `hidden`, [n, H], where wanted; those of the weights are added up. Of a split vocabulary it is this process's
         share. `slope` is d loss / d logp and `entropy_slope` d loss / d entropy, [n]."""
+        slope, entropy_slope = (slopes.masked_fill(chunk.extreme, 0.0) for slopes in (slope, entropy_slope))
         if self._by_distances:
             return self._backward_by_distances(chunk, slope, entropy_slope)
         return self._backward_by_exponentials(chunk, slope)
@@ -143,7 +152,7 @@ class HeadPass:
         here = rows.targets >= 0
         at = rows.targets.clamp(min=0)
         target_rows = head.weight[at].to(self._dtype)
-        logits = (rows.hidden * target_rows).sum(1, dtype=torch.float64)
+        logits = (rows.hidden.to(self._dtype) * target_rows).sum(1, dtype=torch.float64)
         if head.bias is not None:
             logits += head.bias[at]
         if head.slice is not None:
@@ -165,28 +174,16 @@ class HeadPass:
             sweep.others, sweep.weighted = self._head.slice.sum(torch.stack([sweep.others, sweep.weighted]))
         return sweep
 
-    def _redo(self, at: Tensor, rows: ChunkRows, offset: Tensor, sweep: Sweep, gradients: bool) -> None:
-        """Rows `at` once more, with their largest logit as the offset."""
-        few = ChunkRows(rows.hidden[at], rows.targets[at].contiguous(), rows.inverse_temperature[at])
-        maximum = self._backend.row_maximum(self._head, few)
-        if self._head.slice is not None:
-            self._head.slice.maximum(maximum)
-        self._backend.release()  # the chunk's kept entries stay where they are; the few rows get memory of their own
-        again = self._sweep(few, maximum, gradients)
-        offset[at], sweep.others[at], sweep.weighted[at] = maximum, again.others, again.weighted
-        if sweep.kept is not None and again.kept is not None:
-            sweep.kept[:, at] = again.kept
-        if sweep.weighted_rows is not None and again.weighted_rows is not None:
-            sweep.weighted_rows[at] = again.weighted_rows
+    def _maximum(self, rows: ChunkRows) -> Tensor:
+        maximum = self._backend.row_maximum(self._head, rows)
+        return maximum if self._head.slice is None else self._head.slice.maximum(maximum)
 
     def _backward_by_exponentials(self, chunk: SoftmaxChunk, slope: Tensor) -> Tensor | None:
         rows, kept = chunk.rows, chunk.sweep.kept
-        scale = -slope / chunk.total * rows.inverse_temperature
-        others = chunk.sweep.others.to(self._dtype)
+        scale = (-slope / chunk.total * rows.inverse_temperature).masked_fill(chunk.extreme, 0.0)  # 0 / infinity is 0, 0 / NaN is not
+        others = chunk.sweep.others.to(self._dtype).masked_fill(chunk.extreme, 0.0)
         if kept is not None:
-            columns = (rows.targets >= 0).nonzero()[:, 0]
-            kept[rows.targets[columns], columns] = -others[columns]
-            self._backend.add_exponentials(kept, scale, scale[:, None] * rows.hidden, self._gradients)
+            self._backend.add_exponentials(self._head, rows, kept, others, scale, self._gradients)
         if chunk.sweep.weighted_rows is None:
             return None
         return scale[:, None] * (chunk.sweep.weighted_rows - others[:, None] * chunk.target_rows)
@@ -197,13 +194,14 @@ class HeadPass:
         target_gradient = target_slope(slope, entropy_slope, chunk.logprobs, chunk.entropy, chunk.complement) * rows.inverse_temperature
         if self._head.softcap is not None:
             target_gradient *= 1.0 - (chunk.target_logits / (rows.inverse_temperature * self._head.softcap)).square()
-        hidden_gradient = torch.zeros_like(rows.hidden) if self._wanted.hidden else None
+        hidden_gradient = torch.zeros(rows.hidden.shape, dtype=self._dtype, device=rows.hidden.device) if self._wanted.hidden else None
         slopes = LogitSlopes(
             offset=chunk.offset,
-            log_total=chunk.log_total,
-            slope=slope + entropy_slope * chunk.entropy,
+            # Of an extreme row: every probability is then 0, whatever was kept, and 0 times a slope of 0 is 0.
+            log_total=chunk.log_total.masked_fill(chunk.extreme, 1e30),
+            slope=slope + (entropy_slope * chunk.entropy).masked_fill(chunk.extreme, 0.0),
             entropy_slope=entropy_slope.contiguous(),
-            target_gradient=target_gradient,
+            target_gradient=target_gradient.masked_fill(chunk.extreme, 0.0),
         )
         self._backend.add_distances(self._head, rows, kept, slopes, hidden_gradient, self._gradients)
         return hidden_gradient
@@ -218,6 +216,15 @@ def balanced(rows: int, most: int) -> Iterator[slice]:
     size = min(most, -(-rows // max(pieces, 1) // 16) * 16)
     for begin in range(0, rows, max(size, 1)):
         yield slice(begin, min(begin + size, rows))
+
+
+def in_chunks(places: Tensor, most: int, part: Callable[[Tensor, Anchor], Tensor]) -> None:
+    """Calls `part` with at most `most` of the places [n] at a time. It returns which of them were extreme, [n] bool; those get their turn
+    again at the end, anchored at their maximum. To look for them is the one place where the device is waited for."""
+    extreme = [part(places[piece], "target") for piece in balanced(places.numel(), most)]
+    again = places[torch.cat(extreme)] if extreme else places
+    for piece in balanced(again.numel(), most):
+        part(again[piece], "maximum")
 
 
 @contextmanager

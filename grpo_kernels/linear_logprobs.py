@@ -11,7 +11,7 @@ from torch import Tensor
 
 from grpo_kernels.backends import Backend, select_backend
 from grpo_kernels.head import Head, HeadRows, check_head, check_support, working_dtype
-from grpo_kernels.head_pass import Wanted, balanced, exact_products
+from grpo_kernels.head_pass import Anchor, Wanted, exact_products, in_chunks
 from grpo_kernels.packing import RowLayout
 from grpo_kernels.support_pass import pass_for
 
@@ -89,10 +89,15 @@ class LogprobJob:
         logprobs = torch.zeros(hidden.shape[0], dtype=working_dtype(hidden, self.head.weight), device=hidden.device)
         entropy = torch.zeros_like(logprobs)
         with torch.no_grad(), exact_products(hidden.device):
-            for piece in balanced(self.rows.numel(), head_pass.rows_per_chunk):
-                at = self.rows[piece]
-                chunk = head_pass.forward(hidden[at], self.head_rows[piece], gradients=False)
+
+
+            def part(some: Tensor, anchor: Anchor) -> Tensor:
+                at = self.rows[some]
+                chunk = head_pass.forward(hidden[at], self.head_rows[some], gradients=False, anchor=anchor)
                 logprobs[at], entropy[at] = chunk.logprobs, chunk.entropy
+                return chunk.extreme
+
+            in_chunks(torch.arange(self.rows.numel(), device=hidden.device), head_pass.rows_per_chunk, part)
         return logprobs, entropy
 
     def backward(
@@ -108,13 +113,17 @@ class LogprobJob:
         hidden_gradient = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device) if wanted.hidden else None
         with torch.no_grad(), exact_products(hidden.device):
             head_pass = pass_for(self.head_rows, self.head, self.backend, dtype, wanted)
-            for piece in balanced(moves.numel(), head_pass.rows_per_chunk):
-                some = moves[piece]
+
+
+            def part(some: Tensor, anchor: Anchor) -> Tensor:
                 at = self.rows[some]
-                chunk = head_pass.forward(hidden[at], self.head_rows[some])
+                chunk = head_pass.forward(hidden[at], self.head_rows[some], anchor=anchor)
                 gradient = head_pass.backward(chunk, slopes[some], entropy_slopes[some])
                 if hidden_gradient is not None and gradient is not None:
                     hidden_gradient[at] = gradient
+                return chunk.extreme
+
+            in_chunks(moves, head_pass.rows_per_chunk, part)
             if hidden_gradient is not None and self.head.slice is not None:
                 self.head.slice.sum(hidden_gradient)
         return hidden_gradient, *head_pass.parameter_gradients()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from grpo_kernels.backends import Backend, select_backend
 from grpo_kernels.head import Head, HeadRows, check_head, check_support, working_dtype
-from grpo_kernels.head_pass import Wanted, balanced, exact_products
+from grpo_kernels.head_pass import Anchor, Wanted, exact_products, in_chunks
 from grpo_kernels.loss_rows import LossInputs, LossRows
 from grpo_kernels.objective import Objective
 from grpo_kernels.packing import LossCounts
@@ -225,6 +225,9 @@ def compute(hidden: Tensor, job: LossJob, wanted: Wanted) -> Outcome:
     return Outcome(loss, tuple(per_row[name] for name in PER_ROW), (chunks.hidden_gradient, *chunks.head_pass.parameter_gradients()))
 
 
+Slopes = Callable[[Tensor, Any], Tensor]  # of rows [n] and their chunk: d loss / d logp, [n]
+
+
 @dataclass(frozen=True)
 class _Chunks:
     """The chunks of a job, and in which order they go through the head. `logprobs` and `entropy` [n] are filled, and `hidden_gradient`
@@ -239,7 +242,7 @@ class _Chunks:
 
     def run(self, *, gradients: bool) -> LossRows:
         """Returns the job's rows, with the entropy threshold where it is found here."""
-        rows, most = self.job.rows, self.head_pass.rows_per_chunk
+        rows = self.job.rows
         everything = slice(0, rows.index.numel())
         if rows.picks_by_entropy:
             # The threshold is a quantile over all rows, so their entropies come first; then only rows that it leaves need a gradient.
@@ -254,45 +257,56 @@ class _Chunks:
             # stand for them are replaced chunk by chunk.
             self._backward(rows, everything, forward=True)
         elif rows.couples_tokens:
-            for piece in whole_sequences(rows.sequence_of_row, most):
-                if piece.stop - piece.start <= most:
-                    self._forward_and_backward(rows, piece)
-                else:  # longer than a chunk: its log-probabilities, and then its slopes, need a pass of their own
+            for piece in whole_sequences(rows.sequence_of_row, self.head_pass.rows_per_chunk):
+                if not self._at_once(rows, piece):
                     self._forward(piece)
                     self._backward(rows, piece)
         else:
-            for piece in balanced(everything.stop, most):
-                self._forward_and_backward(rows, piece)
+            self._sweep(everything, lambda at, chunk: rows.take(at).slopes(chunk.logprobs, chunk.entropy))
         return rows
+
+    def _at_once(self, rows: LossRows, piece: slice) -> bool:
+        """Forward and backward of whole sequences in one chunk. False, with nothing done, where they are longer than a chunk or a row is
+        extreme: the log-probabilities, and then the slopes, need a pass of their own."""
+        if piece.stop - piece.start > self.head_pass.rows_per_chunk:
+            return False
+        chunk = self._chunk(piece, gradients=True)
+        if bool(chunk.extreme.any()):
+            return False
+        self._write(piece, chunk)
+        self._add_gradients(piece, chunk, rows.take(piece).slopes(chunk.logprobs, chunk.entropy))
+        return True
 
     def _forward(self, piece: slice) -> None:
         """Log-probabilities and entropies of a piece of any size."""
-        for part in balanced(piece.stop - piece.start, self.head_pass.rows_per_chunk):
-            at = slice(piece.start + part.start, piece.start + part.stop)
-            self._write(at, self._chunk(at, gradients=False))
-
-    def _forward_and_backward(self, rows: LossRows, piece: slice) -> None:
-        """Of a piece that fits a chunk and has what its slopes depend on."""
-        chunk = self._chunk(piece, gradients=True)
-        self._write(piece, chunk)
-        self._add_gradients(piece, chunk, rows.take(piece).slopes(chunk.logprobs, chunk.entropy))
+        self._sweep(piece, None)
 
     def _backward(self, rows: LossRows, piece: slice, *, forward: bool = False) -> None:
         """The slopes of a piece of any size at once, from the log-probabilities that are there, then its gradients; rows without slopes
-        are left out. `forward`: the log-probabilities are written as well, which the slopes do not depend on, and no row is left out."""
+        are left out. `forward`: the slopes do not depend on the log-probabilities, which are written here, of all rows."""
         whole = rows.take(piece)
         slopes = whole.slopes(self.logprobs[piece], self.entropy[piece])
         moves = (slopes != 0) | (whole.bonus != 0) | forward
-        places = moves.nonzero()[:, 0]
-        for part in balanced(places.numel(), self.head_pass.rows_per_chunk):
-            at = places[part] + piece.start
-            chunk = self._chunk(at, gradients=True)
-            if forward:
-                self._write(at, chunk)
-            self._add_gradients(at, chunk, slopes[places[part]])
+        # Otherwise not written again: other chunks round otherwise, and an entropy could fall below the threshold that it was.
+        self._sweep(moves.nonzero()[:, 0] + piece.start, lambda at, chunk: slopes[at - piece.start], write=forward)
 
-    def _chunk(self, at: slice | Tensor, *, gradients: bool) -> Any:
-        return self.head_pass.forward(self.hidden[self.job.rows.index[at]], self.job.head_rows[at], gradients=gradients)
+    def _sweep(self, rows: slice | Tensor, slopes: Slopes | None, *, write: bool = True) -> None:
+        """Some rows through the head, with their gradients where `slopes` is given."""
+        places = rows if isinstance(rows, Tensor) else torch.arange(rows.start, rows.stop, device=self.hidden.device)
+
+        def part(at: Tensor, anchor: Anchor) -> Tensor:
+            chunk = self._chunk(at, gradients=slopes is not None, anchor=anchor)
+            if write:
+                self._write(at, chunk)
+            if slopes is not None:
+                self._add_gradients(at, chunk, slopes(at, chunk))
+            return chunk.extreme
+
+        in_chunks(places, self.head_pass.rows_per_chunk, part)
+
+    def _chunk(self, at: slice | Tensor, *, gradients: bool, anchor: Anchor = "target") -> Any:
+        rows = self.job.rows.index[at]
+        return self.head_pass.forward(self.hidden[rows], self.job.head_rows[at], gradients=gradients, anchor=anchor)
 
     def _write(self, at: slice | Tensor, chunk: Any) -> None:
         self.logprobs[at], self.entropy[at] = chunk.logprobs, chunk.entropy

@@ -38,7 +38,7 @@ class Statistics:
 
 
 def is_extreme(others: Tensor) -> Tensor:
-    """Rows that must be redone with their largest logit as the offset, NaN included."""
+    """Rows that must be redone with their largest logit as the offset, NaN included; [n] bool."""
     return ~(torch.log1p(others) <= -MIN_ANCHORED_LOGPROB)
 
 

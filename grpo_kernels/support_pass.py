@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grpo_kernels.backends import Backend
 from grpo_kernels.head import Head, HeadRows
-from grpo_kernels.head_pass import HeadPass, Wanted
+from grpo_kernels.head_pass import Anchor, HeadPass, Wanted
 from grpo_kernels.softmax import Statistics, target_slope
 
 _WORKSPACE_BYTES = 64 << 20
@@ -23,13 +23,14 @@ _WORKSPACE_BYTES = 64 << 20
 
 @dataclass
 class SupportChunk:
-    """Statistics [n]; and over the target and the kept tokens, target first, [n, 1 + K]: ids (the target's where there is none), their
+    """Statistics [n], no row extreme; and over the target and the kept tokens, target first, [n, 1 + K]: ids (the target's where there is none), their
     logits x - o, d x / d(h W^T), and [n, 1 + K, H] the rows of the weight."""
 
     logprobs: Tensor
     entropy: Tensor
     complement: Tensor
     log_total: Tensor
+    extreme: Tensor
     hidden: Tensor
     ids: Tensor
     distances: Tensor
@@ -48,7 +49,8 @@ class SupportPass:
         self._weight_gradient = torch.zeros(vocabulary, width, dtype=dtype, device=device) if wanted.weight else None
         self._bias_gradient = torch.zeros(vocabulary, dtype=dtype, device=device) if wanted.bias else None
 
-    def forward(self, hidden: Tensor, rows: HeadRows, *, gradients: bool = True) -> SupportChunk:
+    def forward(self, hidden: Tensor, rows: HeadRows, *, gradients: bool = True, anchor: Anchor = "target") -> SupportChunk:
+        """The anchor is the largest logit in any case."""
         assert rows.support is not None
         head, hidden = self._head, hidden.to(self._dtype)
         inverse_temperature = rows.temperatures.reciprocal().to(self._dtype)[:, None]
@@ -77,6 +79,7 @@ class SupportPass:
             entropy=statistics.entropy.to(self._dtype),
             complement=statistics.complement.to(self._dtype),
             log_total=statistics.log_total.to(self._dtype),
+            extreme=torch.zeros_like(rows.targets, dtype=torch.bool),
             hidden=hidden,
             ids=ids,
             distances=distances,
@@ -102,11 +105,12 @@ class SupportPass:
 
 class RowPass(Protocol):
     """What both passes are: a chunk of at most `rows_per_chunk` rows goes through `forward`, and then, where gradients are wanted, through
-    `backward` before the next `forward`. A chunk has `logprobs` and `entropy`, [n]."""
+    `backward` before the next `forward`. A chunk has `logprobs`, `entropy` and `extreme`, [n]; rows that are extreme, where nothing is right
+    and nothing was added, go through `forward` again with `anchor` "maximum"."""
 
     rows_per_chunk: int
 
-    def forward(self, hidden: Tensor, rows: HeadRows, *, gradients: bool = True) -> Any: ...
+    def forward(self, hidden: Tensor, rows: HeadRows, *, gradients: bool = True, anchor: Anchor = "target") -> Any: ...
 
     def backward(self, chunk: Any, slope: Tensor, entropy_slope: Tensor) -> Tensor | None: ...
 

@@ -7,6 +7,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
+import torch
+
+# Without a GPU, Triton kernels run in its interpreter. It is chosen when a kernel is defined, so before any is imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import grpo_trainer.run as run_module
 from runs import Digits

@@ -11,6 +11,8 @@ from torch import Tensor
 from grpo_kernels import GRPOLoss, LossCounts, Objective, linear_grpo_loss
 from grpo_kernels.reference import reference_grpo_loss, reference_logprobs
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton kernels run; on the CPU in its interpreter
+
 
 @dataclass(frozen=True)
 class Problem:

@@ -11,12 +11,16 @@ from grpo_kernels.head import Head
 
 Keep = Literal["nothing", "exponentials", "distances"]
 
+# Distances from the offset are held below this before exp: a row that reaches it is extreme (see `grpo_kernels.softmax`) and is redone,
+# and what a backend keeps of it until then must be finite, because it is multiplied by 0.
+MAX_DISTANCE = 61.0
+
 
 @dataclass(frozen=True)
 class ChunkRows:
     """The rows of a chunk. float32 below is float64 where an input is.
 
-    hidden: [n, H] float32. targets: [n] int64, rows of this process's weight, -1 where another process has them.
+    hidden: [n, H] as given, in any dtype. targets: [n] int64, rows of this process's weight, -1 where another process has them.
     inverse_temperature: [n] float32.
     """
 
@@ -29,10 +33,9 @@ class ChunkRows:
 class Sweep:
     """One pass of a chunk over this process's vocabulary; x are its logits, o the chunk's offsets, y the targets.
 
-    others: [n] float64, sum over j != y of exp(x_j - o).
+    others: [n] float64, sum over j != y of exp(x_j - o); at least e^60, infinite or NaN in an extreme row.
     weighted: [n] float64, sum over j != y of exp(x_j - o) (x_j - o).
-    kept: [V, n] float32, vocabulary in rows and tokens side by side: exp(x_j - o), or the distances x_j - o; None: nothing was to be kept.
-        The entry of the target is 0 among exponentials, and anything among distances.
+    kept: what `add_exponentials` or `add_distances` needs, in the backend's own layout and dtype; None: nothing was to be kept.
     weighted_rows: [n, H] float32, sum over j != y of exp(x_j - o) W_j, or None.
     """
 
@@ -59,7 +62,7 @@ class LogitSlopes:
 
 @dataclass
 class ParameterGradients:
-    """weight: [V, H] float32, or None where not wanted; bias: [V], or None. `fresh`: they hold nothing yet and are overwritten."""
+    """weight: [V, H] float32, or None where not wanted; bias: [V] float32, or None. `fresh`: they hold nothing yet and are overwritten."""
 
     weight: Tensor | None
     bias: Tensor | None
@@ -75,19 +78,19 @@ class Backend(Protocol):
     def sweep(self, head: Head, rows: ChunkRows, offset: Tensor, *, keep: Keep, weighted_rows: bool) -> Sweep:
         """GEMM 1 and, with `weighted_rows`, GEMM 2 up to its row scale. `offset` is [n] float32.
 
-        What is kept lives in a workspace that the next call reuses, unless `release` was called in between.
+        What is kept lives in a workspace that the next call reuses.
         """
-
-    def release(self) -> None:
-        """Leaves the workspace to whoever holds it."""
 
     def row_maximum(self, head: Head, rows: ChunkRows) -> Tensor:
         """[n] float32, each row's largest logit of this process."""
 
-    def add_exponentials(self, kept: Tensor, scale: Tensor, scaled_hidden: Tensor, into: ParameterGradients) -> None:
-        """GEMM 3: weight += kept scaled_hidden and bias += kept scale, with `kept` [V, n], `scale` [n], `scaled_hidden` [n, H]."""
+    def add_exponentials(self, head: Head, rows: ChunkRows, kept: Tensor, others: Tensor, scale: Tensor, into: ParameterGradients) -> None:
+        """GEMM 3: with E the kept exponentials and E_y = -others at the targets, weight += E^T (scale h) and bias += E^T scale.
+
+        `others` and `scale` are [n] float32; scale 0 leaves a row out.
+        """
 
     def add_distances(
         self, head: Head, rows: ChunkRows, kept: Tensor, slopes: LogitSlopes, hidden_gradient: Tensor | None, into: ParameterGradients
     ) -> None:
-        """Kept distances to the gradient G of the products, in place; then hidden += G^T W, weight += G h, bias += G 1 where wanted."""
+        """Kept distances to the gradient G of the products; then hidden += G^T W, weight += G h, bias += G 1 where wanted."""

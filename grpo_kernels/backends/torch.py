@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.base import ChunkRows, Keep, LogitSlopes, ParameterGradients, Sweep
+from grpo_kernels.backends.base import MAX_DISTANCE, ChunkRows, Keep, LogitSlopes, ParameterGradients, Sweep
 from grpo_kernels.head import Head
 
 
@@ -34,7 +34,7 @@ class TorchBackend:
         return int(min(self._most_rows, max(self._fewest_rows, fitting // 64 * 64)))
 
     def sweep(self, head: Head, rows: ChunkRows, offset: Tensor, *, keep: Keep, weighted_rows: bool) -> Sweep:
-        hidden, count = rows.hidden, rows.hidden.shape[0]
+        hidden, count = rows.hidden.to(offset.dtype), rows.hidden.shape[0]
         vocabulary = head.weight.shape[0]
         buffer = self._buffer(vocabulary if keep != "nothing" else min(vocabulary, self._vocabulary_tile), count, hidden)
         sums = torch.zeros(count, dtype=torch.float64, device=hidden.device)
@@ -51,13 +51,11 @@ class TorchBackend:
         result.kept = None if keep == "nothing" else buffer
         return result
 
-    def release(self) -> None:
-        self._workspace = None
-
     def row_maximum(self, head: Head, rows: ChunkRows) -> Tensor:
-        maximum = rows.hidden.new_full((rows.hidden.shape[0],), -math.inf)
+        hidden = rows.hidden.to(rows.inverse_temperature.dtype)
+        maximum = hidden.new_full((hidden.shape[0],), -math.inf)
         for tile in self._tiles(head.weight.shape[0]):
-            logits = rows.hidden @ head.weight[tile].to(rows.hidden.dtype).t()
+            logits = hidden @ head.weight[tile].to(hidden.dtype).t()
             if head.bias is not None:
                 logits += head.bias[tile].to(logits.dtype)
             if head.softcap is not None:
@@ -65,7 +63,10 @@ class TorchBackend:
             maximum = torch.maximum(maximum, logits.amax(1) * rows.inverse_temperature)
         return maximum
 
-    def add_exponentials(self, kept: Tensor, scale: Tensor, scaled_hidden: Tensor, into: ParameterGradients) -> None:
+    def add_exponentials(self, head: Head, rows: ChunkRows, kept: Tensor, others: Tensor, scale: Tensor, into: ParameterGradients) -> None:
+        scaled_hidden = scale[:, None] * rows.hidden
+        at, columns = _inside(rows.targets, 0, kept.shape[0])
+        kept[at, columns] = -others[columns]
         for tile in self._tiles(kept.shape[0]):
             _add_product(into.weight, tile, kept[tile], scaled_hidden, into.fresh)
             _add_product(None if into.bias is None else into.bias[:, None], tile, kept[tile], scale[:, None], into.fresh)
@@ -74,7 +75,7 @@ class TorchBackend:
     def add_distances(
         self, head: Head, rows: ChunkRows, kept: Tensor, slopes: LogitSlopes, hidden_gradient: Tensor | None, into: ParameterGradients
     ) -> None:
-        ones = torch.ones_like(slopes.slope)[:, None]
+        hidden, ones = rows.hidden.to(kept.dtype), torch.ones_like(slopes.slope)[:, None]
         for tile in self._tiles(kept.shape[0]):
             gradient = kept[tile]
             self._differentiate(gradient, head.softcap, rows, slopes)
@@ -82,7 +83,7 @@ class TorchBackend:
             gradient[at, columns] = slopes.target_gradient[columns]
             if hidden_gradient is not None:
                 hidden_gradient.addmm_(gradient.t(), head.weight[tile].to(gradient.dtype))
-            _add_product(into.weight, tile, gradient, rows.hidden, into.fresh)
+            _add_product(into.weight, tile, gradient, hidden, into.fresh)
             _add_product(None if into.bias is None else into.bias[:, None], tile, gradient, ones, into.fresh)
         into.fresh = False
 
@@ -107,8 +108,8 @@ class TorchBackend:
             tile.div_(softcap).tanh_().mul_(softcap)
         tile.mul_(rows.inverse_temperature).sub_(offset)
         tile[at, columns] = -math.inf
-        # A logit of -inf would make 0 * -inf below a NaN; NaN passes through. A far-away entry may overflow: such a row is redone.
-        tile.clamp_(min=-1e30)
+        # A logit of -inf would make 0 * -inf below a NaN; NaN passes through.
+        tile.clamp_(min=-1e30, max=MAX_DISTANCE)
         exponentials = tile.exp()
         result.others += exponentials.sum(0)
         result.weighted += (tile * exponentials).sum(0)
