@@ -63,8 +63,10 @@ def compiled_linear_logprobs(
     )
 
 
-def compiled_selected_logprobs(logits: Tensor, targets: Tensor, mask: Tensor | None, temperature: float | Tensor) -> TokenLogprobs:
-    return TokenLogprobs(*_selected_logprobs(logits, targets, mask, _heat(temperature))[:2])
+def compiled_selected_logprobs(
+    logits: Tensor, targets: Tensor, mask: Tensor | None, temperature: float | Tensor, backend: str
+) -> TokenLogprobs:
+    return TokenLogprobs(*_selected_logprobs(logits, targets, mask, _heat(temperature), backend)[:2])
 
 
 def compiled_loss(logprobs: Tensor, entropy: Tensor, inputs: LossInputs) -> GRPOLoss:
@@ -137,17 +139,19 @@ def _linear_grpo_loss(
     inputs = _inputs(advantages, cu_seqlens, old, ref, rollout, mask, sequence_lengths, objective, tokens, sequences, entropy_threshold)
     head = Head.of(weight, bias, softcap, _group(group))
     check_support(support, _group(group))
-    job = LossJob.of(targets, inputs, temperature, support, head, select_backend(backend, hidden.device))
+    job = LossJob.of(hidden.dtype, targets, inputs, temperature, support, head, select_backend(backend, hidden.device))
     flat = hidden.reshape(-1, hidden.shape[-1])
     outcome = compute(flat, job, Wanted(wanted[0], wanted[1], wanted[2], inputs.objective.entropy_coef != 0))
-    gradients = [hidden.new_empty(0) if g is None else g for g in outcome.gradients]
+    # In the dtype that the fake implementation can know: a backend may leave the weight's gradient in the weight's.
+    dtype = working_dtype(hidden.dtype, weight.dtype)
+    gradients = [hidden.new_empty(0) if g is None else g.to(dtype) for g in outcome.gradients]
     gradients[0] = gradients[0].view(hidden.shape) if wanted[0] else gradients[0]
     return [outcome.loss, *outcome.fields, *gradients]
 
 
 @_linear_grpo_loss.register_fake
 def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *arguments: Any) -> list[Tensor]:
-    like = hidden.new_empty(0, dtype=working_dtype(hidden, weight))
+    like = hidden.new_empty(0, dtype=working_dtype(hidden.dtype, weight.dtype))
     wanted = arguments[-1]
     gradients = [
         like.new_empty(t.shape) if wants and t is not None else hidden.new_empty(0)
@@ -189,7 +193,7 @@ def _linear_logprobs(
 
 @_linear_logprobs.register_fake
 def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    dtype = working_dtype(hidden, weight)
+    dtype = working_dtype(hidden.dtype, weight.dtype)
     return hidden.new_empty(targets.shape, dtype=dtype), hidden.new_empty(targets.shape, dtype=dtype)
 
 
@@ -226,7 +230,7 @@ def _keep_logprob_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor
 def _differentiate_logprobs(ctx: Any, logprob_gradient: Tensor | None, entropy_gradient: Tensor | None) -> tuple[Any, ...]:
     tensors = ctx.saved_tensors
     targets = tensors[3]
-    zero = torch.zeros(targets.shape, dtype=working_dtype(tensors[0], tensors[1]), device=targets.device)
+    zero = torch.zeros(targets.shape, dtype=working_dtype(tensors[0].dtype, tensors[1].dtype), device=targets.device)
     upstream = (zero if g is None else g for g in (logprob_gradient, entropy_gradient))
     wanted = list(ctx.needs_input_grad[:3])
     gradients = _linear_logprobs_backward(*upstream, *tensors, *ctx.settings, wanted)
@@ -237,10 +241,10 @@ _linear_logprobs.register_autograd(_differentiate_logprobs, setup_context=_keep_
 
 
 @_op("grpo_kernels::selected_logprobs", mutates_args=())
-def _selected_logprobs(logits_: Tensor, targets: Tensor, mask: Tensor | None, temperature: Tensor) -> list[Tensor]:
+def _selected_logprobs(logits_: Tensor, targets: Tensor, mask: Tensor | None, temperature: Tensor, backend: str) -> list[Tensor]:
     """(logprobs, entropy), and what `SelectedJob.backward` needs."""
     logits.check_logits(logits_, targets, overwrite_logits=False)
-    job = logits.SelectedJob.of(logits_, targets, mask, temperature)
+    job = logits.SelectedJob.of(logits_, targets, mask, temperature, backend)
     saved = job.forward(logits_)
     return [saved[0].view(targets.shape).clone(), saved[1].view(targets.shape).clone(), saved]
 
@@ -254,9 +258,9 @@ def _(logits_: Tensor, targets: Tensor, *arguments: Any) -> list[Tensor]:
 @_op("grpo_kernels::selected_logprobs_backward", mutates_args=())
 def _selected_logprobs_backward(
     logprob_gradient: Tensor, entropy_gradient: Tensor, logits_: Tensor, targets: Tensor, mask: Tensor | None,
-    temperature: Tensor, saved: Tensor,
+    temperature: Tensor, saved: Tensor, backend: str,
 ) -> Tensor:  # fmt: skip
-    job = logits.SelectedJob.of(logits_, targets, mask, temperature)
+    job = logits.SelectedJob.of(logits_, targets, mask, temperature, backend)
     return job.backward(logits_, saved, logprob_gradient.reshape(-1), entropy_gradient.reshape(-1), overwrite=False)
 
 
@@ -267,13 +271,14 @@ def _(logprob_gradient: Tensor, entropy_gradient: Tensor, logits_: Tensor, *argu
 
 def _keep_logits(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.save_for_backward(*inputs[:4], output[2])
+    ctx.backend = inputs[4]
 
 
 def _differentiate_selected(ctx: Any, upstream: list[Tensor | None]) -> tuple[Any, ...]:
     _, targets, *_, saved = tensors = ctx.saved_tensors
     zero = torch.zeros(targets.shape, dtype=saved.dtype, device=saved.device)
     given = (zero if g is None else g for g in upstream[:2])
-    return _selected_logprobs_backward(*given, *tensors), None, None, None
+    return _selected_logprobs_backward(*given, *tensors, ctx.backend), None, None, None, None
 
 
 _selected_logprobs.register_autograd(_differentiate_selected, setup_context=_keep_logits)

@@ -81,9 +81,9 @@ class Head:
         return torch.where((local >= 0) & (local < self.weight.shape[0]), local, -1)
 
 
-def working_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+def working_dtype(hidden: torch.dtype, weight: torch.dtype) -> torch.dtype:
     """float32 for half and single precision (logits are never rounded to bf16), float64 for float64."""
-    return torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
+    return torch.promote_types(torch.promote_types(hidden, weight), torch.float32)
 
 
 def check_head(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, softcap: float | None) -> None:

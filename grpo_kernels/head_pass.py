@@ -32,7 +32,7 @@ from torch import Tensor
 
 from grpo_kernels.backends import Backend, ChunkRows, Sweep
 from grpo_kernels.backends.base import Keep, LogitSlopes, ParameterGradients
-from grpo_kernels.head import Head, HeadRows
+from grpo_kernels.head import Head, HeadRows, working_dtype
 from grpo_kernels.softmax import Statistics, is_extreme, target_slope
 
 Anchor = Literal["target", "maximum"]
@@ -91,17 +91,19 @@ class HeadPass:
     On a GPU nothing here waits for a result: chunk after chunk is launched ahead of the device.
     """
 
-    def __init__(self, head: Head, backend: Backend, dtype: torch.dtype, wanted: Wanted) -> None:
-        """`dtype`: of the arithmetic, see `working_dtype`."""
-        self._head, self._backend, self._dtype, self._wanted = head, backend, dtype, wanted
+    def __init__(self, head: Head, backend: Backend, hidden: torch.dtype, wanted: Wanted, rows: int) -> None:
+        """`hidden`: the dtype of the hidden states. `rows`: how many will come in all."""
+        self._head, self._backend, self._wanted = head, backend, wanted
+        self._dtype = working_dtype(hidden, head.weight.dtype)
         self._by_distances = wanted.any and (wanted.entropy or head.softcap is not None)
+        self.rows_per_chunk = backend.rows_per_chunk(head, rows, self._keep(gradients=wanted.any))
+        weight_dtype = backend.gradient_dtype(head, hidden, one_chunk=rows <= self.rows_per_chunk)
         device = head.weight.device
         # The first chunk overwrites them; fresh memory need not be cleared.
         self._gradients = ParameterGradients(
-            weight=torch.empty(head.weight.shape, dtype=dtype, device=device) if wanted.weight else None,
-            bias=torch.empty(head.weight.shape[0], dtype=dtype, device=device) if wanted.bias else None,
+            weight=torch.empty(head.weight.shape, dtype=weight_dtype, device=device) if wanted.weight else None,
+            bias=torch.empty(head.weight.shape[0], dtype=self._dtype, device=device) if wanted.bias else None,
         )
-        self.rows_per_chunk = backend.rows_per_chunk(head.largest_slice)
 
     def forward(self, hidden: Tensor, rows: HeadRows, *, gradients: bool = True, anchor: Anchor = "target") -> SoftmaxChunk:
         """`hidden` is [n, H]. Without `gradients` nothing is kept."""
@@ -138,7 +140,7 @@ class HeadPass:
         return self._backward_by_exponentials(chunk, slope)
 
     def parameter_gradients(self) -> tuple[Tensor | None, Tensor | None]:
-        """Of weight [V, H] and bias [V], where wanted, in the working dtype."""
+        """Of weight [V, H] and bias [V], where wanted."""
         gradients = (self._gradients.weight, self._gradients.bias)
         if self._gradients.fresh:
             for gradient in gradients:
@@ -162,12 +164,13 @@ class HeadPass:
             logits = head.softcap * torch.tanh(logits / head.softcap)
         return target_rows, logits * inverse_temperature
 
-    def _sweep(self, rows: ChunkRows, offset: Tensor, gradients: bool) -> Sweep:
-        keep: Keep = "nothing"
+    def _keep(self, *, gradients: bool) -> Keep:
         if gradients and self._by_distances:
-            keep = "distances"
-        elif gradients and (self._wanted.weight or self._wanted.bias):
-            keep = "exponentials"
+            return "distances"
+        return "exponentials" if gradients and (self._wanted.weight or self._wanted.bias) else "nothing"
+
+    def _sweep(self, rows: ChunkRows, offset: Tensor, gradients: bool) -> Sweep:
+        keep = self._keep(gradients=gradients)
         weighted_rows = gradients and self._wanted.hidden and not self._by_distances
         sweep = self._backend.sweep(self._head, rows, offset, keep=keep, weighted_rows=weighted_rows)
         if self._head.slice is not None:

@@ -85,11 +85,10 @@ class LogprobJob:
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """(logprobs, entropy), each [N], from `hidden` [N, H]."""
-        head_pass = pass_for(self.head_rows, self.head, self.backend, working_dtype(hidden, self.head.weight), Wanted())
-        logprobs = torch.zeros(hidden.shape[0], dtype=working_dtype(hidden, self.head.weight), device=hidden.device)
+        head_pass = pass_for(self.head_rows, self.head, self.backend, hidden.dtype, Wanted())
+        logprobs = torch.zeros(hidden.shape[0], dtype=working_dtype(hidden.dtype, self.head.weight.dtype), device=hidden.device)
         entropy = torch.zeros_like(logprobs)
         with torch.no_grad(), exact_products(hidden.device):
-
 
             def part(some: Tensor, anchor: Anchor) -> Tensor:
                 at = self.rows[some]
@@ -104,7 +103,7 @@ class LogprobJob:
         self, hidden: Tensor, logprob_gradient: Tensor | None, entropy_gradient: Tensor | None, wanted: Wanted
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Gradients of hidden [N, H], weight and bias in the working dtype, from the upstream ones, each [N] or None."""
-        dtype = working_dtype(hidden, self.head.weight)
+        dtype = working_dtype(hidden.dtype, self.head.weight.dtype)
         nothing = torch.zeros(hidden.shape[0], dtype=dtype, device=hidden.device)
         slopes = (nothing if logprob_gradient is None else logprob_gradient.to(dtype))[self.rows]
         entropy_slopes = (nothing if entropy_gradient is None else entropy_gradient.to(dtype))[self.rows]
@@ -112,8 +111,7 @@ class LogprobJob:
         wanted = replace(wanted, entropy=bool((entropy_slopes != 0).any()))
         hidden_gradient = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device) if wanted.hidden else None
         with torch.no_grad(), exact_products(hidden.device):
-            head_pass = pass_for(self.head_rows, self.head, self.backend, dtype, wanted)
-
+            head_pass = pass_for(self.head_rows, self.head, self.backend, hidden.dtype, wanted)
 
             def part(some: Tensor, anchor: Anchor) -> Tensor:
                 at = self.rows[some]

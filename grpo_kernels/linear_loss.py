@@ -146,7 +146,7 @@ def linear_grpo_loss(
     check_head(hidden, weight, targets, bias, softcap)
     check_support(support, group)
     head = Head.of(weight, bias, softcap, group)
-    job = LossJob.of(targets, inputs, temperature, support, head, select_backend(backend, hidden.device))
+    job = LossJob.of(hidden.dtype, targets, inputs, temperature, support, head, select_backend(backend, hidden.device))
     wanted = Wanted.by(hidden, weight, bias, entropy=objective.entropy_coef != 0)
     return GRPOLoss(*_LinearGRPO.apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, job, wanted))
 
@@ -162,9 +162,11 @@ class LossJob:
 
     @classmethod
     def of(
-        cls, targets: Tensor, inputs: LossInputs, temperature: float | Tensor, support: Tensor | None, head: Head, backend: Backend
-    ) -> LossJob:
-        rows = LossRows.of(targets, inputs)
+        cls, hidden: torch.dtype, targets: Tensor, inputs: LossInputs, temperature: float | Tensor, support: Tensor | None, head: Head,
+        backend: Backend,
+    ) -> LossJob:  # fmt: skip
+        """`hidden`: the dtype of the hidden states."""
+        rows = backend.prepared(LossRows.of(targets, inputs), working_dtype(hidden, head.weight.dtype))
         return cls(rows, HeadRows.of(rows.index, head.vocabulary, targets, temperature, support), head, backend)
 
 
@@ -172,7 +174,7 @@ class _LinearGRPO(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, job: LossJob, wanted: Wanted) -> tuple[Tensor, ...]:
         outcome = compute(hidden, job, wanted)
-        ctx.gradients = outcome.gradients
+        ctx.gradients, ctx.backend = outcome.gradients, job.backend
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.mark_non_differentiable(*outcome.fields)
         return outcome.loss, *outcome.fields
@@ -189,7 +191,7 @@ class _LinearGRPO(torch.autograd.Function):
         if not keep:
             ctx.gradients = None
         scaled = [
-            None if g is None else (g * upstream if keep else g.mul_(upstream)).to(dtype)
+            None if g is None else ctx.backend.scaled(g, upstream, dtype, in_place=not keep)
             for g, dtype in zip(gradients, dtypes, strict=True)
         ]
         return *scaled, None, None
@@ -207,12 +209,12 @@ class Outcome:
 def compute(hidden: Tensor, job: LossJob, wanted: Wanted) -> Outcome:
     """The whole pass, without autograd: `hidden` is [N, H]."""
     head, count = job.head, job.head_rows.targets.numel()
-    dtype = working_dtype(hidden, head.weight)
+    dtype = working_dtype(hidden.dtype, head.weight.dtype)
     with torch.no_grad(), exact_products(hidden.device):
         chunks = _Chunks(
             hidden=hidden,
             job=job,
-            head_pass=pass_for(job.head_rows, head, job.backend, dtype, wanted),
+            head_pass=pass_for(job.head_rows, head, job.backend, hidden.dtype, wanted),
             logprobs=torch.zeros(count, dtype=dtype, device=hidden.device),
             entropy=torch.zeros(count, dtype=dtype, device=hidden.device),
             hidden_gradient=torch.zeros(hidden.shape, dtype=dtype, device=hidden.device) if wanted.hidden else None,

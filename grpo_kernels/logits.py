@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_kernels.backends import select_backend
+from grpo_kernels.backends.triton import kernels
 from grpo_kernels.head import DTYPES, HeadRows, check_target_shape
 from grpo_kernels.linear_logprobs import TokenLogprobs
-from grpo_kernels.linear_loss import GRPOLoss
+from grpo_kernels.linear_loss import PER_ROW, GRPOLoss
 from grpo_kernels.loss_rows import LossInputs, LossRows
 from grpo_kernels.objective import Objective
 from grpo_kernels.packing import LossCounts, RowLayout
@@ -25,6 +27,7 @@ def selected_logprobs(
     mask: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     overwrite_logits: bool = False,
+    backend: str = "auto",
 ) -> TokenLogprobs:
     """Log-probabilities of the targets and entropies, in float32 whatever the logits' dtype, differentiable in the logits.
 
@@ -33,9 +36,10 @@ def selected_logprobs(
         targets: [rows] or [batch, length] integer token ids.
         mask: bool or integer, 0 where a row does not count; such a row may hold anything, its results are 0 and its gradient is exactly 0.
         temperature: the logits are divided by it; one number, or one per row.
-        overwrite_logits: backward writes the gradient of the logits over the logits, which saves a tensor of their size. Whatever else
-            needs their values in its backward then fails with autograd's error on changed tensors, and never with a wrong gradient. Under
-            torch.compile, which plans its memory itself, it does nothing.
+        overwrite_logits: the gradient of the logits is written over the logits, in backward, which saves a tensor of their size. Whatever
+            else needs their values in its backward then fails with autograd's error on changed tensors, and never with a wrong gradient.
+            Under torch.compile, which plans its memory itself, it does nothing.
+        backend: "auto", "triton" or "torch"; see `backends()`.
 
     Returns:
         TokenLogprobs of the targets' shape.
@@ -47,9 +51,9 @@ def selected_logprobs(
     if torch.compiler.is_compiling():
         from grpo_kernels.compiled import compiled_selected_logprobs  # the custom ops exist only where torch.compile is used
 
-        return compiled_selected_logprobs(logits, targets, mask, temperature)
+        return compiled_selected_logprobs(logits, targets, mask, temperature, backend)
     check_logits(logits, targets, overwrite_logits=overwrite_logits)
-    job = SelectedJob.of(logits, targets, mask, temperature)
+    job = SelectedJob.of(logits, targets, mask, temperature, backend)
     logprobs, entropy = _SelectedLogprobs.apply(logits, job, overwrite_logits)
     return TokenLogprobs(logprobs.view(targets.shape), entropy.view(targets.shape))
 
@@ -70,10 +74,12 @@ def grpo_loss(
     temperature: float | Tensor = 1.0,
     entropy_threshold: float | None = None,
     overwrite_logits: bool = False,
+    backend: str = "auto",
 ) -> GRPOLoss:
     """`linear_grpo_loss` for trainers that have the logits, [rows, V] or [batch, length, V]: the same result, differentiable in them.
 
-    See there for the arguments and errors, and `selected_logprobs` for `overwrite_logits`.
+    See there for the arguments and errors, and `selected_logprobs` for `backend` and for `overwrite_logits`, which here gives the logits
+    away: their gradient may take their place in this call already (on a GPU, where the loss and the gradient are one kernel).
     """
     inputs = LossInputs(
         objective=objective, advantages=advantages, cu_seqlens=cu_seqlens, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs,
@@ -82,11 +88,17 @@ def grpo_loss(
     if torch.compiler.is_compiling():
         from grpo_kernels.compiled import compiled_loss  # the custom ops exist only where torch.compile is used
 
-        selected = selected_logprobs(logits, targets, mask=mask, temperature=temperature)
+        selected = selected_logprobs(logits, targets, mask=mask, temperature=temperature, backend=backend)
         return compiled_loss(selected.logprobs, selected.entropy, inputs)
     check_logits(logits, targets, overwrite_logits=overwrite_logits)
     rows = LossRows.of(targets, inputs)
-    selected = selected_logprobs(logits, targets, mask=rows.moves(), temperature=temperature, overwrite_logits=overwrite_logits)
+    if has_kernels(logits, backend):
+        fused = FusedJob.of(logits, targets, rows, temperature)
+        if fused is not None:
+            return GRPOLoss(*_FusedLoss.apply(logits, fused, overwrite_logits))
+    selected = selected_logprobs(
+        logits, targets, mask=rows.moves(), temperature=temperature, overwrite_logits=overwrite_logits, backend=backend
+    )
     return loss_of_rows(rows, selected.logprobs, selected.entropy)
 
 
@@ -166,25 +178,41 @@ def _overlaps(logits: Tensor) -> bool:
     return False
 
 
+def has_kernels(logits: Tensor, backend: str) -> bool:
+    """Whether the backend of that name computes on these logits by kernels.
+
+    Raises:
+        ValueError: of `select_backend`; "cpu" is torch here.
+    """
+    chosen = select_backend("torch" if backend == "auto" and logits.device.type == "cpu" else backend, logits.device)
+    return chosen.name == "triton" and logits.dtype != torch.float64 and logits.stride(-1) == 1
+
+
 @dataclass(frozen=True)
 class SelectedJob:
-    """targets: [N] int64, mask: [N] bool, inverse: [N] float64, one over the temperatures; N the rows of the flattened input."""
+    """targets: [N] int64, mask: [N] bool, inverse: [N] float64, one over the temperatures; N the rows of the flattened input. kernels: by
+    Triton's kernels, or by torch."""
 
     targets: Tensor
     mask: Tensor
     inverse: Tensor
+    kernels: bool
 
     @classmethod
-    def of(cls, logits: Tensor, targets: Tensor, mask: Tensor | None, temperature: float | Tensor) -> SelectedJob:
+    def of(cls, logits: Tensor, targets: Tensor, mask: Tensor | None, temperature: float | Tensor, backend: str) -> SelectedJob:
+        by_kernels = has_kernels(logits, backend)
         layout = RowLayout.of(targets.shape, targets.device, mask, None)
         rows = layout.mask.nonzero()[:, 0]
         checked = HeadRows.of(rows, logits.shape[-1], targets, temperature)
         inverse = torch.ones(targets.numel(), dtype=torch.float64, device=targets.device)
         inverse[rows] = checked.temperatures.reciprocal()
-        return cls(targets.reshape(-1).long(), layout.mask, inverse)
+        return cls(targets.reshape(-1).long(), layout.mask, inverse, by_kernels)
 
     def forward(self, logits: Tensor) -> Tensor:
         """[5, N]: log-probabilities, entropies, 1 - p_y, logarithm of the sum, offset; 0 at masked rows."""
+        if self.kernels:
+            found: Tensor = kernels().row_statistics(logits, self._slots, self.targets, self.inverse.float())
+            return found.masked_fill_(~self.mask, 0.0)  # where nothing was written
         dtype = torch.promote_types(logits.dtype, torch.float32)
         results = torch.zeros(5, self.targets.numel(), dtype=dtype, device=logits.device)
         space = _Workspace(logits, dtype)
@@ -193,6 +221,10 @@ class SelectedJob:
             for row, values in enumerate((statistics.logprobs, statistics.entropy, statistics.complement, statistics.log_total, offset)):
                 results[row, at] = values.to(dtype)
         return results
+
+    @property
+    def _slots(self) -> Tensor:
+        return torch.where(self.mask, torch.arange(self.mask.numel(), device=self.mask.device), -1)
 
     def _anchored(self, space: _Workspace, at: Tensor) -> tuple[Tensor, Statistics]:
         """(offset, statistics), [n], of rows `at`; see `grpo_kernels.head_pass` for the anchored softmax."""
@@ -218,6 +250,11 @@ class SelectedJob:
 
     def backward(self, logits: Tensor, results: Tensor, slope: Tensor | None, entropy_slope: Tensor | None, *, overwrite: bool) -> Tensor:
         """The gradient of the logits from those of log-probabilities and entropies, [N] each or None for 0; `results` are forward's."""
+        if self.kernels:
+            gradient = _gradient_place(logits, overwrite=overwrite)
+            slope = torch.zeros_like(results[0]) if slope is None else slope
+            kernels().row_gradient(logits, self._slots, self.targets, self.inverse.float(), results, slope, entropy_slope, gradient)
+            return gradient
         logprobs, entropy, complement, log_total, offset = results
         nothing = torch.zeros_like(logprobs)
         slope, extra = nothing if slope is None else slope, nothing if entropy_slope is None else entropy_slope
@@ -241,6 +278,70 @@ class SelectedJob:
             for at in space.pieces(~moves):
                 gradient[space.index(at)] = 0.0
         return gradient
+
+
+def _gradient_place(logits: Tensor, *, overwrite: bool) -> Tensor:
+    """Where a kernel writes the gradient of the logits. Who saved the logits for another backward is told that they change: torch does
+    not see what a kernel does."""
+    if not overwrite:
+        return torch.empty_like(logits, memory_format=torch.contiguous_format)
+    torch.autograd.graph.increment_version(logits)
+    return logits.detach()
+
+
+@dataclass(frozen=True)
+class FusedJob:
+    """The loss and the gradient of the logits in one launch. slots: [N] int64, each row's place in the [n] tensors, or -1."""
+
+    rows: LossRows
+    slots: Tensor
+    targets: Tensor
+    inverse: Tensor
+
+    @classmethod
+    def of(cls, logits: Tensor, targets: Tensor, rows: LossRows, temperature: float | Tensor) -> FusedJob | None:
+        """None where the objective of a token depends on what is not known in its row."""
+        rows = rows.one_launch(kernels().computes, kernels().token_objective)
+        if rows.evaluator is None or rows.picks_by_entropy:
+            return None
+        asked = HeadRows.of(rows.index, logits.shape[-1], targets, temperature)
+        slots = torch.full((targets.numel(),), -1, dtype=torch.int64, device=targets.device)
+        slots[rows.index] = torch.arange(rows.index.numel(), device=targets.device)
+        return cls(rows, slots, asked.targets, asked.temperatures.reciprocal().float())
+
+    def compute(self, logits: Tensor, gradient: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss, and the other fields of `GRPOLoss`."""
+        rows = self.rows
+        (logprobs, entropy, *_), tokens = kernels().row_loss(
+            logits, self.slots, self.targets, self.inverse, rows.objective, advantages=rows.advantages, policy_weight=rows.policy_weight,
+            old_logprobs=rows.old, ref_logprobs=rows.ref, entropy_threshold=rows.entropy_threshold, shares=rows.shares, bonus=rows.bonus,
+            out=gradient,
+        )  # fmt: skip
+        return rows.total(tokens, entropy).float(), rows.fields(logprobs, entropy, rows.with_correction(tokens))
+
+
+class _FusedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, job: FusedJob, overwrite_logits: bool) -> tuple[Tensor, ...]:
+        ctx.gradient = None
+        if ctx.needs_input_grad[0]:
+            ctx.gradient = _gradient_place(logits, overwrite=overwrite_logits)
+        loss, fields = job.compute(logits, ctx.gradient)
+        per_row = tuple(fields[name] for name in PER_ROW)
+        ctx.mark_non_differentiable(*per_row)
+        return loss, *per_row
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor | None, None, None]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("grpo_loss has no second derivative; call backward without create_graph=True")
+        if ctx.gradient is None:
+            raise RuntimeError("grpo_loss: a second backward needs retain_graph=True in the first")
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        gradient = ctx.gradient
+        if not keep:
+            ctx.gradient = None
+        return kernels().scaled(gradient, upstream, gradient.dtype, in_place=not keep), None, None
 
 
 class _Workspace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
@@ -12,6 +13,9 @@ from torch import Tensor
 from grpo_kernels.objective import Objective, top_entropy_threshold
 from grpo_kernels.packing import LossCounts, RowLayout
 from grpo_kernels.token_batch import TokenBatch, TokenLoss
+
+# Of an objective, tokens and their shares: `Objective.evaluate` and share * d loss / d logp, [n], in one launch (see `one_launch`).
+Evaluator = Callable[[Objective, TokenBatch, Tensor], tuple[TokenLoss, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ class LossRows:
     `index` [n] int64 are their places in the flattened input, in order; the other tensors are [n] and aligned with them, but for `lengths`
     [sequences] and the `counted` ones, of all rows that count. `objective` is without its rollout correction where that is in
     `policy_weight` already; `rollout_ratio` is then its ratio. `shares` and `bonus`, float64, weigh a token's loss and its entropy.
+    `evaluator`: in place of torch, see `one_launch`.
     """
 
     objective: Objective
@@ -77,6 +82,7 @@ class LossRows:
     bonus: Tensor
     entropy_threshold: Tensor | None
     picks_by_entropy: bool
+    evaluator: Evaluator | None = None
 
     @classmethod
     def of(cls, targets: Tensor, inputs: LossInputs) -> LossRows:
@@ -155,6 +161,12 @@ class LossRows:
         threshold = top_entropy_threshold(entropy, fraction=self.objective.top_entropy)
         return replace(self, entropy_threshold=_scalar(threshold, entropy.device))
 
+    def one_launch(self, computes: Callable[[Objective], bool], evaluator: Evaluator) -> LossRows:
+        """With a float32 kernel for the objective, where it `computes` this one: in torch it is a hundred small launches per chunk."""
+        tensors = (self.advantages, self.old, self.ref, self.policy_weight)
+        single = all(t is None or t.dtype == torch.float32 for t in tensors)
+        return replace(self, evaluator=evaluator) if single and computes(self.objective) else self
+
     @property
     def couples_tokens(self) -> bool:
         return bool(self.objective.looks_at_sequences)
@@ -213,12 +225,22 @@ class LossRows:
 
     def value(self, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, TokenLoss]:
         """The loss of these rows, a scalar summed in float64, and what it is made of."""
-        tokens = self.objective.evaluate(self.batch(logprobs, entropy.detach()))
-        loss = (tokens.loss * self.shares).sum() - (entropy * self.bonus).sum()
-        return loss.to(logprobs.dtype), replace(tokens, rollout_ratio=self.rollout_ratio * tokens.rollout_ratio)
+        batch = self.batch(logprobs, entropy.detach())
+        tokens = self.evaluator(self.objective, batch, self.shares)[0] if self.evaluator else self.objective.evaluate(batch)
+        return self.total(tokens, entropy).to(logprobs.dtype), self.with_correction(tokens)
+
+    def total(self, tokens: TokenLoss, entropy: Tensor) -> Tensor:
+        """The loss, a float64 scalar."""
+        return (tokens.loss * self.shares).sum() - (entropy * self.bonus).sum()
+
+    def with_correction(self, tokens: TokenLoss) -> TokenLoss:
+        """With the ratio of the rollout correction that is in `policy_weight` already."""
+        return replace(tokens, rollout_ratio=self.rollout_ratio * tokens.rollout_ratio)
 
     def slopes(self, logprobs: Tensor, entropy: Tensor) -> Tensor:
-        """d loss / d logp [n], by autograd on [n] numbers: the objective's mathematics stand in one place only."""
+        """d loss / d logp [n]; by autograd on [n] numbers, in torch: the objective's mathematics stand in one place only."""
+        if self.evaluator:
+            return self.evaluator(self.objective, self.batch(logprobs, entropy), self.shares)[1]
         # Clones, because tensors made under inference_mode may not take part in a gradient.
         with torch.inference_mode(False), torch.enable_grad():
             variable = logprobs.clone().detach().requires_grad_()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends import Backend
-from grpo_kernels.head import Head, HeadRows
+from grpo_kernels.head import Head, HeadRows, working_dtype
 from grpo_kernels.head_pass import Anchor, HeadPass, Wanted
 from grpo_kernels.softmax import Statistics, target_slope
 
@@ -23,8 +23,8 @@ _WORKSPACE_BYTES = 64 << 20
 
 @dataclass
 class SupportChunk:
-    """Statistics [n], no row extreme; and over the target and the kept tokens, target first, [n, 1 + K]: ids (the target's where there is none), their
-    logits x - o, d x / d(h W^T), and [n, 1 + K, H] the rows of the weight."""
+    """Statistics [n], no row extreme; and over the target and the kept tokens, target first, [n, 1 + K]: ids (the target's where there is
+    none), their logits x - o, d x / d(h W^T), and [n, 1 + K, H] the rows of the weight."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -105,8 +105,8 @@ class SupportPass:
 
 class RowPass(Protocol):
     """What both passes are: a chunk of at most `rows_per_chunk` rows goes through `forward`, and then, where gradients are wanted, through
-    `backward` before the next `forward`. A chunk has `logprobs`, `entropy` and `extreme`, [n]; rows that are extreme, where nothing is right
-    and nothing was added, go through `forward` again with `anchor` "maximum"."""
+    `backward` before the next `forward`. A chunk has `logprobs`, `entropy` and `extreme`, [n]; rows that are extreme, where nothing is
+    right and nothing was added, go through `forward` again with `anchor` "maximum"."""
 
     rows_per_chunk: int
 
@@ -117,7 +117,8 @@ class RowPass(Protocol):
     def parameter_gradients(self) -> tuple[Tensor | None, Tensor | None]: ...
 
 
-def pass_for(rows: HeadRows, head: Head, backend: Backend, dtype: torch.dtype, wanted: Wanted) -> RowPass:
+def pass_for(rows: HeadRows, head: Head, backend: Backend, hidden: torch.dtype, wanted: Wanted) -> RowPass:
+    """For `rows` and hidden states of dtype `hidden`."""
     if rows.support is None:
-        return HeadPass(head, backend, dtype, wanted)
-    return SupportPass(head, dtype, wanted, rows.support.shape[1])
+        return HeadPass(head, backend, hidden, wanted, rows.targets.numel())
+    return SupportPass(head, working_dtype(hidden, head.weight.dtype), wanted, rows.support.shape[1])

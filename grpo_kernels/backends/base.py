@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from grpo_kernels.head import Head
+from grpo_kernels.loss_rows import LossRows
 
 Keep = Literal["nothing", "exponentials", "distances"]
 
@@ -62,7 +64,8 @@ class LogitSlopes:
 
 @dataclass
 class ParameterGradients:
-    """weight: [V, H] float32, or None where not wanted; bias: [V] float32, or None. `fresh`: they hold nothing yet and are overwritten."""
+    """weight: [V, H] in the backend's `gradient_dtype`, or None where not wanted; bias: [V] float32, or None. `fresh`: they hold nothing
+    yet and are overwritten."""
 
     weight: Tensor | None
     bias: Tensor | None
@@ -72,8 +75,17 @@ class ParameterGradients:
 class Backend(Protocol):
     name: str
 
-    def rows_per_chunk(self, vocabulary: int) -> int:
-        """How many rows to give at once: a speed and memory choice, never one of results."""
+    def rows_per_chunk(self, head: Head, rows: int, keep: Keep) -> int:
+        """How many of `rows` to give at once, where a sweep keeps at most `keep`: a speed and memory choice, never one of results."""
+
+    def prepared(self, rows: LossRows, dtype: torch.dtype) -> LossRows:
+        """The rows of a loss with the backend's own way to evaluate their objective, where it has one; `dtype` is of their logp."""
+
+    def scaled(self, gradient: Tensor, factor: Tensor, dtype: torch.dtype, *, in_place: bool) -> Tensor:
+        """gradient * factor in `dtype`, with `factor` a scalar on its device; over the gradient where that may be."""
+
+    def gradient_dtype(self, head: Head, hidden: torch.dtype, *, one_chunk: bool) -> torch.dtype:
+        """In which the gradient of the weight is summed; `hidden` is the dtype of the rows, `one_chunk`: all of them are in one."""
 
     def sweep(self, head: Head, rows: ChunkRows, offset: Tensor, *, keep: Keep, weighted_rows: bool) -> Sweep:
         """GEMM 1 and, with `weighted_rows`, GEMM 2 up to its row scale. `offset` is [n] float32.

@@ -8,12 +8,13 @@ from typing import Literal, get_args
 
 import torch
 
-from grpo_kernels.backends import cpu
+from grpo_kernels.backends import cpu, triton
 from grpo_kernels.backends.base import Backend
 from grpo_kernels.backends.cpu import CPUBackend
 from grpo_kernels.backends.torch import TorchBackend
+from grpo_kernels.backends.triton import TritonBackend
 
-BackendName = Literal["auto", "torch", "cpu"]
+BackendName = Literal["auto", "torch", "cpu", "triton"]
 BACKEND_NAMES: tuple[str, ...] = get_args(BackendName)
 
 
@@ -36,12 +37,19 @@ def backend_statuses() -> list[BackendStatus]:
         if os.environ.get("GRPO_KERNELS_SKIP_EXT") == "1":
             hint = "unset GRPO_KERNELS_SKIP_EXT and reinstall"
         compiled = BackendStatus("cpu", False, f"the compiled module cannot be imported ({cpu.import_error}); {hint}")
-    use = "used for GPU tensors" if compiled.available else "used for all tensors"
-    return [compiled, BackendStatus("torch", True, use)]
+    gpu = torch.device("cuda") if torch.cuda.is_available() else None
+    reason = triton.unavailable(gpu or torch.device("cpu"))
+    if gpu is None and reason is None:
+        reason = "used where it is asked for, in Triton's interpreter (TRITON_INTERPRET=1)"
+    kernels = BackendStatus("triton", gpu is not None and reason is None, reason or "used for tensors on NVIDIA GPUs")
+    rest = [status.name for status in (compiled, kernels) if status.available]
+    use = {(): "all tensors", ("cpu",): "GPU tensors", ("triton",): "CPU tensors"}.get(tuple(rest), "float64 tensors on a GPU")
+    return [compiled, kernels, BackendStatus("torch", True, f"used for {use}")]
 
 
 def select_backend(name: str, device: torch.device) -> Backend:
-    """The backend called `name`; "auto" takes the compiled one for CPU tensors where it was built, torch otherwise.
+    """The backend called `name`. "auto" takes the compiled one for CPU tensors and Triton's for an NVIDIA GPU's, where they are available,
+    torch otherwise.
 
     Raises:
         ValueError: an unknown name, or a backend that cannot run on `device` or on this machine; says why.
@@ -49,11 +57,22 @@ def select_backend(name: str, device: torch.device) -> Backend:
     if name not in BACKEND_NAMES:
         raise ValueError(f"backend is {name!r}; it must be one of {', '.join(BACKEND_NAMES)}")
     if name == "auto":
-        name = "cpu" if device.type == "cpu" and cpu.import_error is None else "torch"
+        name = _automatic(device)
     if name == "torch":
         return TorchBackend(device)
+    if name == "triton":
+        reason = triton.unavailable(device)
+        if reason is not None:
+            raise ValueError(f"backend 'triton' is not available: {reason}")
+        return TritonBackend(device)
     if device.type != "cpu":
-        raise ValueError(f"backend 'cpu' was asked for, but the tensors are on {device}; use 'auto' or 'torch'")
+        raise ValueError(f"backend 'cpu' was asked for, but the tensors are on {device}; use 'auto', 'triton' or 'torch'")
     if cpu.import_error is not None:
         raise ValueError(f"backend 'cpu' is not available: {backend_statuses()[0].reason}")
     return CPUBackend()
+
+
+def _automatic(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "cpu" if cpu.import_error is None else "torch"
+    return "triton" if device.type == "cuda" and triton.unavailable(device) is None else "torch"

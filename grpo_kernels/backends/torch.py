@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.base import MAX_DISTANCE, ChunkRows, Keep, LogitSlopes, ParameterGradients, Sweep
-from grpo_kernels.head import Head
+from grpo_kernels.head import Head, working_dtype
+from grpo_kernels.loss_rows import LossRows
 
 
 class TorchBackend:
@@ -28,10 +29,19 @@ class TorchBackend:
         self._workspace_bytes = (64 << 20) if on_cpu else (1 << 30)
         self._workspace: Tensor | None = None
 
-    def rows_per_chunk(self, vocabulary: int) -> int:
+    def rows_per_chunk(self, head: Head, rows: int, keep: Keep) -> int:
         """As many as let the exponentials, [V, rows] in float32, fit the workspace, within bounds."""
-        fitting = self._workspace_bytes // (4 * max(vocabulary, 1))
+        fitting = self._workspace_bytes // (4 * head.largest_slice)
         return int(min(self._most_rows, max(self._fewest_rows, fitting // 64 * 64)))
+
+    def prepared(self, rows: LossRows, dtype: torch.dtype) -> LossRows:
+        return rows
+
+    def scaled(self, gradient: Tensor, factor: Tensor, dtype: torch.dtype, *, in_place: bool) -> Tensor:
+        return (gradient.mul_(factor) if in_place else gradient * factor).to(dtype)
+
+    def gradient_dtype(self, head: Head, hidden: torch.dtype, *, one_chunk: bool) -> torch.dtype:
+        return working_dtype(hidden, head.weight.dtype)
 
     def sweep(self, head: Head, rows: ChunkRows, offset: Tensor, *, keep: Keep, weighted_rows: bool) -> Sweep:
         hidden, count = rows.hidden.to(offset.dtype), rows.hidden.shape[0]

@@ -1,0 +1,83 @@
+"""How the first product and its softmax are made on a GPU: by the library's GEMM and a row kernel, or by the anchored GEMM.
+
+    library     float32 products from cuBLAS, 4 bytes per logit; a kernel then reads them and writes exponentials, 4 + 2 bytes per logit
+    anchored    our own GEMM writes the exponentials, 2 bytes per logit, at a lower rate than cuBLAS
+
+The first costs time by the bandwidth and the second by the arithmetic, in proportion to the width H, so the narrow heads go to the second.
+Both give the same result up to rounding. In order: the environment variable GRPO_KERNELS_GEMM1, what `tune` measured on this machine, the
+table, the rule. Nothing is measured unless `tune` is called: a choice that changed between runs would change their last digits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+import triton
+
+from grpo_kernels.triton_kernels.runtime import Target, target_of
+
+FirstProduct = Literal["library", "anchored"]
+
+OVERRIDE = "GRPO_KERNELS_GEMM1"
+
+# From measurements: capability -> the width from which on the library wins. Empty until there are some (docs/gpu.md has the predictions).
+LIBRARY_FROM: dict[int, int] = {}
+# By the model in docs/gpu.md: at this width an H100 loses as much by a GEMM at 85 % of cuBLAS' rate as by 6 bytes per logit.
+RULE_LIBRARY_FROM = 4096
+
+
+def first_product(device: torch.device, width: int, vocabulary: int) -> FirstProduct:
+    """Which one for a head [vocabulary, width] on `device`.
+
+    Raises:
+        ValueError: the environment variable holds something else.
+    """
+    override = os.environ.get(OVERRIDE)
+    if override is not None:
+        if override not in get_args(FirstProduct):
+            raise ValueError(f"{OVERRIDE} is {override!r}; it must be one of {', '.join(get_args(FirstProduct))}")
+        return override  # type: ignore[return-value]  # checked above
+    target = target_of(device)
+    measured = _tuned(cache_file()).get(_key(device, target, width, vocabulary))
+    if measured is not None:
+        return measured
+    return "library" if width >= LIBRARY_FROM.get(target.capability, RULE_LIBRARY_FROM) else "anchored"
+
+
+def cache_file() -> Path:
+    """Where `tune` keeps what it measured: $GRPO_CACHE, else grpo-kernels in the user's cache folder."""
+    folder = os.environ.get("GRPO_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grpo-kernels"
+    return Path(folder) / "first_product.json"
+
+
+def remember(device: torch.device, width: int, vocabulary: int, choice: FirstProduct) -> None:
+    """Adds to the file, which is replaced as a whole: a reader or a killed process never sees half of it."""
+    path = cache_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    entries = {**_tuned.__wrapped__(path), _key(device, target_of(device), width, vocabulary): choice}
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json", delete=False) as file:
+        json.dump(entries, file, indent=1, sort_keys=True)
+    os.replace(file.name, path)
+    _tuned.cache_clear()
+
+
+@cache
+def _tuned(path: Path) -> dict[str, FirstProduct]:
+    """A file that cannot be read, or says something else, is as good as none."""
+    try:
+        entries = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    known = get_args(FirstProduct)
+    return {key: value for key, value in entries.items() if value in known} if isinstance(entries, dict) else {}
+
+
+def _key(device: torch.device, target: Target, width: int, vocabulary: int) -> str:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"sm_{target.capability}"
+    return f"{name}; torch {torch.__version__}; triton {triton.__version__}; H={width} V={vocabulary}"
