@@ -1,4 +1,4 @@
-# Sets up its own virtual environment, then: make demo | test | lint | bench. PYTHON chooses the interpreter, VENV the folder.
+# Sets up its own virtual environment, then: make demo | test | lint | bench | gpu. PYTHON chooses the interpreter, VENV the folder.
 PYTHON ?= python3
 VENV ?= .venv
 SEED ?= 0
@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # Without an NVIDIA GPU the pinned CPU stack; with one, torch as PyPI has it (a CUDA build).
 STACK := $(if $(shell nvidia-smi -L 2>/dev/null),gpu,cpu)
 
-.PHONY: demo test lint bench doctor clean
+.PHONY: demo test lint bench gpu gpu-dry-run kernels doctor clean
 
 demo: $(VENV)/.installed
 	$(BIN)/grpo train recipes/smollm2_arithmetic.yaml seed=$(SEED)
@@ -22,6 +22,16 @@ lint: $(VENV)/.installed
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/bench_linear_loss.py
+
+gpu: $(VENV)/.installed
+	$(BIN)/python benchmarks/gpu_acceptance.py
+
+gpu-dry-run: $(VENV)/.installed
+	$(BIN)/python benchmarks/gpu_acceptance.py --dry-run
+
+# docs/compiled_kernels.md anew, after a change to a Triton kernel.
+kernels: $(VENV)/.installed
+	$(BIN)/python benchmarks/compiled_kernels.py --update
 
 doctor: $(VENV)/.installed
 	$(BIN)/grpo doctor

@@ -252,8 +252,9 @@ class SelectedJob:
         """The gradient of the logits from those of log-probabilities and entropies, [N] each or None for 0; `results` are forward's."""
         if self.kernels:
             gradient = _gradient_place(logits, overwrite=overwrite)
-            slope = torch.zeros_like(results[0]) if slope is None else slope
-            kernels().row_gradient(logits, self._slots, self.targets, self.inverse.float(), results, slope, entropy_slope, gradient)
+            slope = torch.zeros_like(results[0]) if slope is None else slope.contiguous()  # that of a sum is expanded
+            extra = None if entropy_slope is None else entropy_slope.contiguous()
+            kernels().row_gradient(logits, self._slots, self.targets, self.inverse.float(), results, slope, extra, gradient)
             return gradient
         logprobs, entropy, complement, log_total, offset = results
         nothing = torch.zeros_like(logprobs)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import GRPOLoss, LossCounts, Objective, linear_grpo_loss
+from grpo_kernels.backends.torch import TorchBackend
+from grpo_kernels.head import Head
 from grpo_kernels.reference import reference_grpo_loss, reference_logprobs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton kernels run; on the CPU in its interpreter
@@ -84,6 +86,11 @@ def make(
         bias=offsets,
         softcap=softcap,
     )
+
+
+def rows_per_chunk(vocabulary: int) -> int:
+    """Of the CPU's backends, for very many rows."""
+    return TorchBackend(torch.device("cpu")).rows_per_chunk(Head(torch.empty(vocabulary, 1)), 1 << 20, "exponentials")
 
 
 @dataclass

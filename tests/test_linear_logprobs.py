@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from grpo_kernels import Objective, backends, linear_grpo_loss, linear_logprobs
 from grpo_kernels.backends.torch import TorchBackend
 from grpo_kernels.reference import reference_logprobs
-from problems import Problem, leaves, make, reference, relative
+from problems import Problem, leaves, make, reference, relative, rows_per_chunk
 
 AVAILABLE = [status.name for status in backends() if status.available]
 
@@ -138,7 +138,7 @@ def test_frozen_tensors(frozen: tuple[int, ...], backend: str) -> None:
 @pytest.mark.parametrize("backend", AVAILABLE)
 @pytest.mark.parametrize("which", ["both", "logprobs"])
 def test_more_rows_than_a_chunk(which: str, backend: str) -> None:
-    chunk = TorchBackend(torch.device("cpu")).rows_per_chunk(517)
+    chunk = rows_per_chunk(517)
     check_gradients([sampled(2 * chunk + 1, 24, 517, masked=0.1)], which, backend=backend)
 
 
@@ -146,7 +146,7 @@ def test_more_rows_than_a_chunk(which: str, backend: str) -> None:
 def test_the_chunk_size_does_not_matter(monkeypatch: pytest.MonkeyPatch, which: str) -> None:
     p = make(120, 24, 333, bias=True)
     whole = ours(p, which)
-    monkeypatch.setattr(TorchBackend, "rows_per_chunk", lambda self, vocabulary: 32)
+    monkeypatch.setattr(TorchBackend, "rows_per_chunk", lambda *_: 32)
     for got, expected in zip(ours(p, which), whole, strict=True):
         assert got is not None
         assert expected is not None
@@ -262,7 +262,7 @@ def test_no_tensor_of_rows_times_vocabulary(softcap: float | None) -> None:
     with Largest() as largest:
         result = linear_logprobs(hidden, weight, p.targets, softcap=softcap, backend="torch")
         (result.logprobs - 0.1 * result.entropy).sum().backward()
-    chunk = TorchBackend(torch.device("cpu")).rows_per_chunk(vocabulary)
+    chunk = rows_per_chunk(vocabulary)
     assert 0 < largest.elements <= max(chunk, 64) * vocabulary
     assert largest.elements < rows * vocabulary / 2, "the chunk holds all rows: the test shows nothing"
 

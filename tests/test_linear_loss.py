@@ -26,7 +26,7 @@ from grpo_kernels import (
 )
 from grpo_kernels.backends.torch import TorchBackend
 from grpo_kernels.head_pass import HeadPass
-from problems import Problem, check_against_float64, fused, leaves, make, reference, relative, take
+from problems import Problem, check_against_float64, fused, leaves, make, reference, relative, rows_per_chunk, take
 
 AVAILABLE = [status.name for status in backends() if status.available]
 TIS = RolloutCorrection("token", "truncate", low=0.8, high=1.2)
@@ -81,7 +81,7 @@ def test_shapes(backend: str, rows: int, width: int, vocabulary: int) -> None:
 
 @pytest.mark.parametrize("backend", AVAILABLE)
 def test_one_row_more_than_a_chunk(backend: str) -> None:
-    chunk = TorchBackend(torch.device("cpu")).rows_per_chunk(517)
+    chunk = rows_per_chunk(517)
     check_against_float64(make(chunk + 1, 24, 517, masked=0.0), backend=backend)
 
 
@@ -237,7 +237,7 @@ def test_the_chunk_size_does_not_matter(monkeypatch: pytest.MonkeyPatch, name: s
     p = make(120, 24, 333, objective=OBJECTIVES[name], old=old)
     whole, results = fused(p)
     for rows in (5, 32):
-        monkeypatch.setattr(TorchBackend, "rows_per_chunk", lambda self, vocabulary, rows=rows: rows)
+        monkeypatch.setattr(TorchBackend, "rows_per_chunk", lambda *_, rows=rows: rows)
         cut, cut_results = fused(p)
         assert relative(cut.weight_gradient, whole.weight_gradient) < 3e-6
         assert relative(cut.hidden_gradient, whole.hidden_gradient) < 3e-6
@@ -263,7 +263,7 @@ def test_weight_gradient_in_bf16_does_not_degrade_with_the_number_of_chunks(monk
     exact = reference(p, torch.float64).weight_gradient
     errors = []
     for rows in (512, 8):
-        monkeypatch.setattr(TorchBackend, "rows_per_chunk", lambda self, vocabulary, rows=rows: rows)
+        monkeypatch.setattr(TorchBackend, "rows_per_chunk", lambda *_, rows=rows: rows)
         errors.append(relative(fused(p)[0].weight_gradient, exact))
     assert errors[1] <= 1.1 * errors[0]
 
@@ -596,7 +596,7 @@ def test_a_policy_loss_of_ones_own_may_look_at_whole_sequences(monkeypatch: pyte
         ratio = batch.sequence_mean(batch.logprobs - batch.old_logprobs).exp()
         return -torch.minimum(ratio * batch.advantages, ratio.clamp(0.9, 1.1) * batch.advantages)
 
-    monkeypatch.setattr(TorchBackend, "rows_per_chunk", lambda self, vocabulary: 5)
+    monkeypatch.setattr(TorchBackend, "rows_per_chunk", lambda *_: 5)
     p = make(60, 16, 90, objective=Objective.gspo(clip_low=0.1, clip_high=0.1))
     mine, _ = fused(replace(p, objective=Objective(policy_loss=gspo, ratio_level="sequence")))
     theirs, _ = fused(p)

@@ -59,7 +59,7 @@ class TritonBackend(TorchBackend):
         per_row = (2 if self._anchors(head, keep, stores=True) else 4) * head.largest_slice
         fitting = int(min(_MOST_ROWS, max(1024, _WORKSPACE_BYTES // per_row // 256 * 256)))
         saved = 4 * head.largest_slice * head.weight.shape[1] if keep != "nothing" else 0
-        return rows if rows <= _MOST_ROWS and rows * per_row <= _WORKSPACE_BYTES + saved else fitting
+        return max(rows, 1) if rows <= _MOST_ROWS and rows * per_row <= _WORKSPACE_BYTES + saved else fitting
 
     def prepared(self, rows: LossRows, dtype: torch.dtype) -> LossRows:
         return rows if dtype == torch.float64 else rows.one_launch(kernels().computes, kernels().token_objective)
@@ -126,12 +126,11 @@ class TritonBackend(TorchBackend):
         _add(into, gradient[:, : head.weight.shape[0]], rows.hidden, torch.ones_like(slopes.slope))
 
     def _anchors(self, head: Head, keep: Keep, *, stores: bool) -> bool:
-        """Whether the anchored GEMM makes the first product of bfloat16 factors. Where no exponentials are stored, it always does: the
-        library's products would be written and read back for a sum."""
+        """Whether the anchored GEMM makes the first product of bfloat16 factors; `stores`: and keeps its exponentials."""
         if keep == "distances" or head.softcap is not None or head.weight.dtype != torch.bfloat16 or head.weight.stride(1) != 1:
             return False
         vocabulary, width = head.weight.shape
-        return not stores or kernels().first_product(head.weight.device, width, vocabulary) == "anchored"
+        return bool(kernels().first_product(head.weight.device, width, vocabulary, stores=stores) == "anchored")
 
     def _products(self, head: Head, rows: ChunkRows, dtype: torch.dtype) -> Tensor:
         """h W^T, [n, padded] float32 from factors in `dtype`."""

@@ -3,7 +3,7 @@
 Imported where they are used (see `grpo_kernels.backends.triton`), since triton need not be there.
 """
 
-from grpo_kernels.triton_kernels.advantages import group_advantages_of
+from grpo_kernels.triton_kernels.advantages import LARGEST_GROUP, group_advantages_of
 from grpo_kernels.triton_kernels.anchored_gemm import anchored_products
 from grpo_kernels.triton_kernels.objective import computes, token_objective
 from grpo_kernels.triton_kernels.rows import anchor_rows, products_gradient, row_gradient, row_loss, row_statistics
@@ -11,6 +11,7 @@ from grpo_kernels.triton_kernels.scaling import scaled
 from grpo_kernels.triton_kernels.selection import first_product
 
 __all__ = [
+    "LARGEST_GROUP",
     "anchor_rows",
     "anchored_products",
     "computes",

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_kernels.triton_kernels.runtime import on
+from grpo_kernels.triton_kernels.runtime import FUSED, on
 
 # A program holds its whole group in registers, 16 float64 numbers per thread at this size.
 LARGEST_GROUP = 4096
@@ -56,6 +56,6 @@ def group_advantages_of(
         with on(rewards.device):
             _group_advantages_kernel[(rewards.numel() // size,)](
                 advantages, rewards.contiguous(), size, EPS=float(eps), NOISE=float(noise), DIVIDE=scale == "group",
-                LEAVE_ONE_OUT=leave_one_out, BLOCK=block, num_warps=min(max(block // 256, 1), 8),
+                LEAVE_ONE_OUT=leave_one_out, BLOCK=block, num_warps=min(max(block // 256, 1), 8), **FUSED,
             )  # fmt: skip
     return advantages

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from grpo_kernels.triton_kernels.runtime import INTERPRETED, LOG2E, multiplicand, on, stored, target_of
+from grpo_kernels.triton_kernels.runtime import FLOAT, FUSED, INDEX, INTERPRETED, LOG2E, expect, multiplicand, on, stored, target_of
 
 # Distances x - o are kept in between: exp(61) leaves room for a sum over any vocabulary, and 0 * -inf never arises.
 NEAR = tl.constexpr(61.0)
@@ -179,6 +179,26 @@ class Tiling:
     resident: int = 1
 
 
+# The largest tiles that do not spill. Compiled by Triton 3.9, bfloat16, storing; "spills": bytes of stack.
+#
+#   sm_90, descriptors              registers  shared memory
+#     128x256x64, 4 parts, 4 stages       249        209 KB   HOPPER
+#       2 parts                           255        225 KB   no spill, nothing to spare
+#       1 part, 3 stages                  255        209 KB   spills 24
+#       with a bias                       255        209 KB   spills 8
+#     128x256x64, 2 parts, 3 stages       255        177 KB   HOPPER_WITH_BIAS
+#     256x128x64, 2 parts, with a bias    241        225 KB   twice the bias registers saved, but 8 HGMMA of half the width
+#     128x128x64, 4 warps, 2 parts        234        145 KB   two would be resident with 3 stages, at 4/3 of the traffic from L2
+#   sm_100, descriptors
+#     128x128x64, 4 warps, 2 parts        186        112 KB   BLACKWELL: two resident, one's products under the other's epilogue
+#       8 warps                           255        113 KB   spills 64
+#     128x256x64, 4 warps, 4 parts        255        208 KB   spills 128 (not flattened 120, 8 parts 96, 8 warps 430, warp-specialised 104)
+#   sm_80, pointers; at most 99 KB, so that sm_86, sm_89 and sm_120 run it too
+#     128x256x32, 4 parts, 5 stages       255         96 KB   ALIGNED
+#     128x128x64, 2 parts, 4 stages       188         96 KB   fits, at 4/3 of the traffic from L2
+#   any, pointers that cannot be read 16 bytes at a time
+#     128x128x32, 1 part, 2 stages    196-254         32 KB   UNALIGNED
+#     128x256x64, 4 parts                 255         48 KB   spills 416
 HOPPER = Tiling(128, 256, 64, parts=4, warps=8, stages=4)
 HOPPER_WITH_BIAS = Tiling(128, 256, 64, parts=2, warps=8, stages=3)
 BLACKWELL = Tiling(128, 128, 64, parts=2, warps=4, stages=3, resident=2)
@@ -206,6 +226,13 @@ def anchored_products(
     exp 0, NaN makes its row NaN, and a row whose logits are more than 60 above its offset has sums of at least exp(60).
     """
     tensors = [hidden, weight] if kept is None else [hidden, weight, kept]
+    if any(t.dim() != 2 or t.stride(1) != 1 for t in tensors) or hidden.shape[1] != weight.shape[1] or hidden.dtype != weight.dtype:
+        raise ValueError(
+            "a Triton kernel got " + ", ".join(f"{t.dtype} {tuple(t.shape)} with strides {t.stride()}" for t in tensors) + "; it takes "
+            "hidden [n, H], weight [V, H] of one dtype and kept [n, padded], each with last stride 1"
+        )
+    expect(hidden, (hidden.shape[0],), INDEX, targets=targets)
+    expect(hidden, (hidden.shape[0],), FLOAT, inverse_temperature=inverse_temperature, offset=offset)
     capability = target_of(hidden.device).capability
     descriptors = capability // 10 in (9, 10) and all(_describable(t) for t in tensors)
     if INTERPRETED:
@@ -241,7 +268,7 @@ def _launch(
     bias = None if bias is None else bias.contiguous()
     options = {
         "BLOCK_N": tiling.rows, "BLOCK_V": tiling.columns, "BLOCK_H": tiling.width, "PARTS": tiling.parts, "GROUP": tiling.group,
-        "HAS_BIAS": bias is not None, "STORE": kept is not None, "num_warps": tiling.warps, "num_stages": tiling.stages,
+        "HAS_BIAS": bias is not None, "STORE": kept is not None, "num_warps": tiling.warps, "num_stages": tiling.stages, **FUSED,
     }  # fmt: skip
     with on(hidden.device):
         if descriptors:

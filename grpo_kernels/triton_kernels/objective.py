@@ -14,7 +14,7 @@ from torch import Tensor
 
 from grpo_kernels.objective import Objective
 from grpo_kernels.token_batch import MAX_LOG_RATIO, TokenBatch, TokenLoss
-from grpo_kernels.triton_kernels.runtime import LOG2E, on
+from grpo_kernels.triton_kernels.runtime import FUSED, LOG2E, on
 
 _BLOCK = 256
 _LIMIT = tl.constexpr(MAX_LOG_RATIO)
@@ -208,7 +208,7 @@ def token_objective(objective: Objective, batch: TokenBatch, shares: Tensor) -> 
             _token_objective_kernel[(triton.cdiv(n, _BLOCK),)](
                 values, flags, batch.logprobs.contiguous(), batch.entropy.contiguous(), batch.old_logprobs.contiguous(),
                 None if ref is None else ref.contiguous(), batch.advantages.contiguous(), batch.policy_weight.contiguous(),
-                threshold, shares.contiguous(), n, **settings, BLOCK=_BLOCK,
+                threshold, shares.contiguous(), n, **settings, BLOCK=_BLOCK, **FUSED,
             )  # fmt: skip
     loss, slopes, ratio, kl, weight, rollout_ratio = values
     return TokenLoss(loss, ratio, kl, flags[0], flags[1], rollout_ratio, weight), slopes

@@ -17,13 +17,16 @@ from grpo_kernels.objective import Objective
 from grpo_kernels.softmax import MIN_ANCHORED_LOGPROB
 from grpo_kernels.token_batch import TokenLoss
 from grpo_kernels.triton_kernels.objective import token_settings, token_terms
-from grpo_kernels.triton_kernels.runtime import LOG2E, on, stored
+from grpo_kernels.triton_kernels.runtime import DOUBLE_TOO, FLOAT, FUSED, INDEX, INTERPRETED, LOG2E, expect, on, stored
 
+_LOGITS = (torch.float16, torch.bfloat16, torch.float32)
 # A row is extreme beyond. Where exponentials are kept, distances are held a nat above: sums stay finite, and still say "extreme".
 _EXTREME = tl.constexpr(-MIN_ANCHORED_LOGPROB)
 _MAX_DISTANCE = tl.constexpr(-MIN_ANCHORED_LOGPROB + 1.0)
 # In place of a distance of -inf where it is multiplied, for 0 * -inf would be NaN.
 _LOWEST = tl.constexpr(-1e30)
+_LN2 = tl.constexpr(0.6931471805599453)
+_LOG2E_LOW = tl.constexpr(1.4426950408889634 - 1.44269502162933349609375)  # what float32 leaves of log2(e)
 
 
 @triton.jit
@@ -68,29 +71,44 @@ def _bounded(distance):
 
 
 @triton.jit
-def _logit_gradient(x, offset, log_total, slope, entropy_slope, ENTROPY: tl.constexpr):
-    """p (slope + entropy_slope log p) with p = exp(x - offset - log_total)."""
-    log_p = (x - offset) - log_total  # two steps, for the offset may be large
+def _exp(x, dtype: tl.constexpr):
+    """exp of finite or NaN `x`, for a row of `dtype`: of float32, what rounding x log2(e) lost (1e-6 of the result at 30) is put back."""
+    power = x * LOG2E
+    result = tl.exp2(power)
+    if dtype == tl.float32:
+        if INTERPRETED:  # whose fma rounds twice
+            lost = (x.to(tl.float64) * LOG2E - power.to(tl.float64)).to(tl.float32)
+        else:
+            lost = tl.fma(x, _LOG2E_LOW, tl.fma(x, tl.full(x.shape, LOG2E, tl.float32), -power))
+        result += result * (lost * _LN2)
+    return result
+
+
+@triton.jit
+def _logit_gradient(x, offset, log_total, slope, entropy_slope, ENTROPY: tl.constexpr, dtype: tl.constexpr):
+    """p (slope + entropy_slope log p) with p = exp(x - offset - log_total), to be stored in `dtype`."""
+    log_p = _bounded((x - offset) - log_total)  # two steps, for the offset may be large
     factor = slope
     if ENTROPY:
-        log_p = _bounded(log_p)
         factor = slope + entropy_slope * log_p
-    return tl.exp2(log_p * LOG2E) * factor
+    return _exp(log_p, dtype) * factor
 
 
 @triton.jit
 def _sums(row, vocabulary, target, inverse, offset, EVICTION: tl.constexpr, BLOCK: tl.constexpr):
-    """Sums over all columns but the target of exp(x - offset) and exp(x - offset) (x - offset). Of an extreme row they may overflow."""
+    """Sums over all columns but the target of exp(x - offset) and exp(x - offset) (x - offset), float64. Of an extreme row: anything."""
     others = tl.zeros([BLOCK], tl.float32)
     weighted = tl.zeros([BLOCK], tl.float32)
     for begin in range(0, vocabulary, BLOCK):
         columns = begin + tl.arange(0, BLOCK)
         x = tl.load(row + columns, mask=columns < vocabulary, other=-float("inf"), eviction_policy=EVICTION).to(tl.float32) * inverse
         distance = _put(_bounded(x - offset), _LOWEST, target, begin, BLOCK)
-        exponential = tl.exp2(distance * LOG2E)
+        exponential = _exp(distance, row.dtype.element_ty)
         others += exponential
         weighted += exponential * distance
-    return tl.sum(others), tl.sum(weighted)
+    if row.dtype.element_ty == tl.float32:  # the sums of lanes, once per row; half precision has no digits that would gain
+        return tl.sum(others.to(tl.float64)), tl.sum(weighted.to(tl.float64))
+    return tl.sum(others).to(tl.float64), tl.sum(weighted).to(tl.float64)
 
 
 @triton.jit
@@ -109,7 +127,7 @@ def _statistics_of(row, vocabulary, target, inverse, EVICTION: tl.constexpr, BLO
     target_logit = tl.load(row + target).to(tl.float32) * inverse
     offset = target_logit
     others, weighted = _sums(row, vocabulary, target, inverse, offset, EVICTION, BLOCK)
-    if not (_log1p(others) <= _EXTREME):  # infinity and NaN included; NaN stays one
+    if not (_log1p(others.to(tl.float32)) <= _EXTREME):  # infinity and NaN included; NaN stays one
         offset = _maximum(row, vocabulary, inverse, EVICTION, BLOCK)
         others, weighted = _sums(row, vocabulary, target, inverse, offset, EVICTION, BLOCK)
     distance = target_logit - offset
@@ -117,11 +135,13 @@ def _statistics_of(row, vocabulary, target, inverse, EVICTION: tl.constexpr, BLO
     total = others + own
     near = distance > -1.0
     # Of a likely target log(total) would have no digits left, and with it the entropy.
-    surprise = _log1p(others / own)
-    log_total = tl.where(near, distance + surprise, tl.log(total))
+    surprise = _log1p((others / own).to(tl.float32))
+    log_total = tl.where(near, distance + surprise, tl.log(total.to(tl.float32)))
     logp = tl.where(near, -surprise, distance - log_total)
-    entropy = log_total - (weighted + tl.where(own > 0.0, own * distance, 0.0)) / total
-    return logp, tl.where(entropy < 0.0, 0.0, entropy), others / total, log_total, offset
+    # Both terms of the entropy may be ten times their difference: in float64, for a few scalars.
+    mean = (weighted + tl.where(own > 0.0, own * distance, 0.0)) / total
+    entropy = (log_total - mean).to(tl.float32)
+    return logp, tl.where(entropy < 0.0, 0.0, entropy), (others / total).to(tl.float32), log_total, offset
 
 
 @triton.jit
@@ -153,7 +173,9 @@ def _write_gradient(
         columns = begin + tl.arange(0, BLOCK)
         inside = columns < vocabulary
         x = tl.load(row + columns, mask=inside, other=-float("inf"), eviction_policy="evict_first").to(tl.float32) * inverse
-        gradient = _put(_logit_gradient(x, offset, log_total, base, by_log_p, ENTROPY), at_target, target, begin, BLOCK)
+        gradient = _put(
+            _logit_gradient(x, offset, log_total, base, by_log_p, ENTROPY, row.dtype.element_ty), at_target, target, begin, BLOCK
+        )
         tl.store(out + columns, stored(gradient, out.dtype.element_ty), mask=inside, eviction_policy="evict_first")
 
 
@@ -212,8 +234,10 @@ def row_statistics(logits: Tensor, slots: Tensor, targets: Tensor, inverse_tempe
         targets: [n] int64.
         inverse_temperature: [n] float32.
     """
-    statistics = torch.empty(5, targets.numel(), dtype=torch.float32, device=logits.device)
+    count = targets.numel()
     rows = _Rows.of(logits)
+    _expect_rows(logits, rows, slots, targets, inverse_temperature)
+    statistics = torch.empty(5, count, dtype=torch.float32, device=logits.device)
     if targets.numel():
         with on(logits.device):
             _row_statistics_kernel[(rows.count,)](
@@ -262,6 +286,10 @@ def row_gradient(
     log-probabilities and the entropies. Rows that do not count, or have none, get exact zeros.
     """
     rows, out_rows = _Rows.of(logits), _Rows.of(out)
+    _expect_rows(logits, rows, slots, targets, inverse_temperature)
+    _expect_place(logits, out)
+    expect(logits, (5, targets.numel()), FLOAT, statistics=statistics)
+    expect(logits, (targets.numel(),), FLOAT, slope=slope, entropy_slope=entropy_slope)
     if rows.count:
         with on(logits.device):
             _row_gradient_kernel[(rows.count,)](
@@ -353,6 +381,13 @@ def row_loss(
     flags = torch.empty(2, count, dtype=torch.bool, device=logits.device)
     rows = _Rows.of(logits)
     out_rows = rows if out is None else _Rows.of(out)
+    _expect_rows(logits, rows, slots, targets, inverse_temperature)
+    if out is not None:
+        _expect_place(logits, out)
+    expect(
+        logits, (count,), FLOAT, advantages=advantages, policy_weight=policy_weight, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs
+    )
+    expect(logits, (count,), DOUBLE_TOO, shares=shares, bonus=bonus)
     if rows.count and (count or out is not None):
         settings = token_settings(
             objective, old=old_logprobs is not None, ref=ref_logprobs is not None, threshold=entropy_threshold is not None
@@ -388,7 +423,7 @@ def _anchor_rows_kernel(
         distance = tl.minimum(x - offset, _MAX_DISTANCE, propagate_nan=tl.PropagateNan.ALL)
         distance = _put(_bounded(distance), _LOWEST, target, begin, BLOCK)
         distance = _inside(distance, _LOWEST, vocabulary, begin, BLOCK)
-        exponential = tl.exp2(distance * LOG2E)
+        exponential = _exp(distance, tl.float32)
         others += exponential
         weighted += exponential * distance
         if out is not None:
@@ -425,6 +460,7 @@ def anchor_rows(
         store: float32 or bfloat16: `products.view(store)[:, :padded]` are exp(x - offset) afterwards, 0 at the target and outside the
             vocabulary. None: `products` stay.
     """
+    _expect_products(products, vocabulary, targets, bias, inverse_temperature=inverse_temperature, offset=offset)
     others, weighted = torch.empty(2, products.shape[0], dtype=torch.float32, device=products.device)
     if products.shape[0]:
         out = None if store is None else products.view(store)
@@ -453,7 +489,10 @@ def _products_gradient_kernel(
         columns = begin + tl.arange(0, BLOCK)
         product = tl.load(products + row * padded + columns, mask=columns < padded, other=0.0, eviction_policy="evict_first")
         x, by_cap = _logit(product, columns, vocabulary, bias, softcap, inverse)
-        gradient = _logit_gradient(x, offset, log_total, -inverse * slope, -inverse * entropy_slope, ENTROPY=True) * by_cap
+        gradient = _logit_gradient(
+            x, offset, log_total, -inverse * slope, -inverse * entropy_slope, ENTROPY=True, dtype=out.dtype.element_ty
+        )
+        gradient *= by_cap
         gradient = _inside(_put(gradient, target_gradient, target, begin, BLOCK), 0.0, vocabulary, begin, BLOCK)
         _store_over(out + row * out_stride, columns, gradient, padded)
 
@@ -463,6 +502,10 @@ def products_gradient(
     entropy_slope: Tensor, target_gradient: Tensor, *, bias: Tensor | None, softcap: float | None, store: torch.dtype,
 ) -> None:  # fmt: skip
     """The gradient of a chunk's products in place, in `store`; the arguments are those of `anchor_rows` and of `LogitSlopes`."""
+    _expect_products(
+        products, vocabulary, targets, bias, inverse_temperature=inverse_temperature, offset=offset, log_total=log_total, slope=slope,
+        entropy_slope=entropy_slope, target_gradient=target_gradient,
+    )  # fmt: skip
     if products.shape[0]:
         out = products.view(store)
         with on(products.device):
@@ -470,6 +513,33 @@ def products_gradient(
                 products, out, targets, inverse_temperature, offset, log_total, slope, entropy_slope, target_gradient, bias, softcap,
                 vocabulary, products.shape[1], out.shape[1], **_shape(products.shape[1]),
             )  # fmt: skip
+
+
+def _expect_rows(logits: Tensor, rows: _Rows, slots: Tensor, targets: Tensor, inverse_temperature: Tensor) -> None:
+    if logits.dtype not in _LOGITS or logits.dim() not in (2, 3) or logits.stride(-1) != 1:
+        raise ValueError(
+            f"a Triton kernel got logits of {logits.dtype} {tuple(logits.shape)} with strides {logits.stride()}; "
+            "it takes float16, bfloat16 or float32 [rows, V] or [batch, length, V] with last stride 1"
+        )
+    expect(logits, (rows.count,), INDEX, slots=slots)
+    expect(logits, (targets.numel(),), INDEX, targets=targets)
+    expect(logits, (targets.numel(),), FLOAT, inverse_temperature=inverse_temperature)
+
+
+def _expect_place(logits: Tensor, out: Tensor) -> None:
+    if out.shape != logits.shape or out.dtype != logits.dtype or out.device != logits.device or out.stride(-1) != 1:
+        raise ValueError(
+            f"a Triton kernel got out of {out.dtype} {tuple(out.shape)} with strides {out.stride()} on {out.device}; "
+            f"it takes {logits.dtype} {tuple(logits.shape)} with last stride 1 on {logits.device}"
+        )
+
+
+def _expect_products(products: Tensor, vocabulary: int, targets: Tensor, bias: Tensor | None, **per_row: Tensor) -> None:
+    rows, padded = products.shape
+    expect(products, (rows, max(padded, vocabulary)), FLOAT, products=products)
+    expect(products, (rows,), INDEX, targets=targets)
+    expect(products, (rows,), FLOAT, **per_row)
+    expect(products, (vocabulary,), (*_LOGITS, torch.float64), bias=bias)
 
 
 @dataclass(frozen=True)
@@ -496,5 +566,5 @@ class _Rows:
 def _shape(vocabulary: int, *, warps: int = 8) -> dict[str, Any]:
     """At least one element per thread, so that no two threads hold the same one, and at most as many as their registers hold."""
     if vocabulary <= 4096:
-        return {"BLOCK": 1024, "num_warps": 4}
-    return {"BLOCK": 4096, "num_warps": warps}
+        return {"BLOCK": 1024, "num_warps": 4, **FUSED}
+    return {"BLOCK": 4096, "num_warps": warps, **FUSED}

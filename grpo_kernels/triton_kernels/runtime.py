@@ -9,18 +9,23 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 # TRITON_INTERPRET=1, read when a kernel is defined: kernels then run in Python on CPU tensors, one program after another.
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+FLOAT, DOUBLE_TOO, INDEX = (torch.float32,), (torch.float32, torch.float64), (torch.int64,)  # what launchers `expect`
+# Of every launch: a b + c may be one rounding. Triton 3.9 warns where it is not said, and 3.10 has another default.
+FUSED = {"enable_fp_fusion": True}
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def stored(x, dtype: tl.constexpr):
-    """float32 `x` as it is stored in `dtype`, rounded to nearest even. The interpreter's own bfloat16 conversion truncates (Triton 3.9)."""
+    """float32 `x` as it is stored in `dtype`, rounded to nearest even. The interpreter's own bfloat16 conversion truncates, and is wrong
+    for subnormal numbers (Triton 3.9): it gets what it need not round."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
         x = tl.where(x == x, rounded, x)
     return x.to(dtype)
 
@@ -60,6 +65,23 @@ def target_of(device: torch.device) -> Target:
         shared_memory = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's stubs lack it
         _known[device] = Target(10 * properties.major + properties.minor, properties.multi_processor_count, shared_memory)
     return _known[device]
+
+
+def expect(like: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], **tensors: Tensor | None) -> None:
+    """A kernel believes its pointers: each of the tensors that is there must be contiguous, of this shape, of one of these dtypes, and on
+    the device of `like`.
+
+    Raises:
+        ValueError: naming the tensor, what it is and what it must be.
+    """
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if tensor.shape != shape or tensor.dtype not in dtypes or tensor.device != like.device or not tensor.is_contiguous():
+            raise ValueError(
+                f"a Triton kernel got {name} of {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}; "
+                f"it takes {' or '.join(map(str, dtypes))} {tuple(shape)}, contiguous, on {like.device}"
+            )
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_kernels.triton_kernels.runtime import on, stored
+from grpo_kernels.triton_kernels.runtime import FUSED, on, stored
 
 _BLOCK = 4096
 
@@ -41,6 +41,6 @@ def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype, *, in_place: bo
         batch, length, size = view.shape
         with on(gradient.device):
             _scale_kernel[(batch * length * triton.cdiv(size, _BLOCK),)](
-                gradient, out, factor, size, length, view.stride(0), view.stride(1), IN_PLACE=in_place, BLOCK=_BLOCK, num_warps=8
+                gradient, out, factor, size, length, view.stride(0), view.stride(1), IN_PLACE=in_place, BLOCK=_BLOCK, num_warps=8, **FUSED
             )
     return out

@@ -20,20 +20,18 @@ from typing import Literal, get_args
 import torch
 import triton
 
-from grpo_kernels.triton_kernels.runtime import Target, target_of
-
 FirstProduct = Literal["library", "anchored"]
 
 OVERRIDE = "GRPO_KERNELS_GEMM1"
 
-# From measurements: capability -> the width from which on the library wins. Empty until there are some (docs/gpu.md has the predictions).
-LIBRARY_FROM: dict[int, int] = {}
-# By the model in docs/gpu.md: at this width an H100 loses as much by a GEMM at 85 % of cuBLAS' rate as by 6 bytes per logit.
-RULE_LIBRARY_FROM = 4096
+# A part of the device's name -> the width from which on the library wins. Predicted by the model in docs/gpu.md, which has our GEMM at 85 %
+# of cuBLAS' rate, until they are measured.
+LIBRARY_FROM = {"A100": 2200, "H100": 4100, "H200": 2900}
+LIBRARY_FROM_ELSEWHERE = 4096
 
 
-def first_product(device: torch.device, width: int, vocabulary: int) -> FirstProduct:
-    """Which one for a head [vocabulary, width] on `device`.
+def first_product(device: torch.device, width: int, vocabulary: int, *, stores: bool = True) -> FirstProduct:
+    """Which one for a head [vocabulary, width] on `device`. Not `stores`: only sums are wanted, and the anchored GEMM needs no memory.
 
     Raises:
         ValueError: the environment variable holds something else.
@@ -43,11 +41,13 @@ def first_product(device: torch.device, width: int, vocabulary: int) -> FirstPro
         if override not in get_args(FirstProduct):
             raise ValueError(f"{OVERRIDE} is {override!r}; it must be one of {', '.join(get_args(FirstProduct))}")
         return override  # type: ignore[return-value]  # checked above
-    target = target_of(device)
-    measured = _tuned(cache_file()).get(_key(device, target, width, vocabulary))
+    if not stores:
+        return "anchored"
+    measured = _tuned(cache_file()).get(_key(device, width, vocabulary))
     if measured is not None:
         return measured
-    return "library" if width >= LIBRARY_FROM.get(target.capability, RULE_LIBRARY_FROM) else "anchored"
+    known = (width_ for name, width_ in LIBRARY_FROM.items() if name in _name(device))
+    return "library" if width >= next(known, LIBRARY_FROM_ELSEWHERE) else "anchored"
 
 
 def cache_file() -> Path:
@@ -60,7 +60,7 @@ def remember(device: torch.device, width: int, vocabulary: int, choice: FirstPro
     """Adds to the file, which is replaced as a whole: a reader or a killed process never sees half of it."""
     path = cache_file()
     path.parent.mkdir(parents=True, exist_ok=True)
-    entries = {**_tuned.__wrapped__(path), _key(device, target_of(device), width, vocabulary): choice}
+    entries = {**_tuned.__wrapped__(path), _key(device, width, vocabulary): choice}
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json", delete=False) as file:
         json.dump(entries, file, indent=1, sort_keys=True)
     os.replace(file.name, path)
@@ -78,6 +78,10 @@ def _tuned(path: Path) -> dict[str, FirstProduct]:
     return {key: value for key, value in entries.items() if value in known} if isinstance(entries, dict) else {}
 
 
-def _key(device: torch.device, target: Target, width: int, vocabulary: int) -> str:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"sm_{target.capability}"
-    return f"{name}; torch {torch.__version__}; triton {triton.__version__}; H={width} V={vocabulary}"
+@cache
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "Triton's interpreter"
+
+
+def _key(device: torch.device, width: int, vocabulary: int) -> str:
+    return f"{_name(device)}; torch {torch.__version__}; triton {triton.__version__}; H={width} V={vocabulary}"
