@@ -63,13 +63,30 @@ class Wanted:
         return self.hidden or self.weight or self.bias
 
 
+class Flag:
+    """Whether any of `values` is true. To ask waits for what was launched before this was made, and for nothing after."""
+
+    def __init__(self, values: Tensor) -> None:
+        any_ = values.any()
+        self._done = None
+        self._value = any_
+        if any_.device.type == "cuda":
+            self._value = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(any_, non_blocking=True)
+            self._done = torch.cuda.current_stream(any_.device).record_event()
+
+    def __bool__(self) -> bool:
+        if self._done is not None:
+            self._done.synchronize()
+        return bool(self._value)
+
+
 @dataclass
 class SoftmaxChunk:
     """A chunk's statistics, [n] float32 (float64 where an input is), and what its gradients need.
 
     logprobs: of the targets. entropy: in nats, of each row. complement: 1 - p_y. total: Z = sum over j of exp(x_j - o). log_total: its
     logarithm. offset: o. target_logits: x_y. extreme: [n] bool, rows of which none of this means anything; they have no gradient, and go
-    through `forward` once more with the maximum as their anchor.
+    through `forward` once more with the maximum as their anchor. any_extreme: whether there are some.
     """
 
     rows: ChunkRows
@@ -83,6 +100,7 @@ class SoftmaxChunk:
     target_logits: Tensor
     target_rows: Tensor
     extreme: Tensor
+    any_extreme: Flag
 
 
 class HeadPass:
@@ -129,6 +147,7 @@ class HeadPass:
             target_logits=target_logits.to(self._dtype),
             target_rows=target_rows,
             extreme=extreme,
+            any_extreme=Flag(extreme),
         )
 
     def backward(self, chunk: SoftmaxChunk, slope: Tensor, entropy_slope: Tensor) -> Tensor | None:
@@ -221,11 +240,14 @@ def balanced(rows: int, most: int) -> Iterator[slice]:
         yield slice(begin, min(begin + size, rows))
 
 
-def in_chunks(places: Tensor, most: int, part: Callable[[Tensor, Anchor], Tensor]) -> None:
-    """Calls `part` with at most `most` of the places [n] at a time. It returns which of them were extreme, [n] bool; those get their turn
-    again at the end, anchored at their maximum. To look for them is the one place where the device is waited for."""
-    extreme = [part(places[piece], "target") for piece in balanced(places.numel(), most)]
-    again = places[torch.cat(extreme)] if extreme else places
+def in_chunks(places: Tensor, most: int, part: Callable[[Tensor, Anchor], tuple[Tensor, Flag]]) -> None:
+    """Calls `part` with at most `most` of the places [n] at a time. It returns which of them were extreme, [n] bool, and whether any was;
+    those get their turn again at the end, anchored at their maximum. To look for them is the one place where the device is waited for,
+    with the last chunk's gradient products still before it."""
+    found = [part(places[piece], "target") for piece in balanced(places.numel(), most)]
+    if not any([bool(flag) for _, flag in found]):
+        return
+    again = places[torch.cat([extreme for extreme, _ in found])]
     for piece in balanced(again.numel(), most):
         part(again[piece], "maximum")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from grpo_kernels.backends import Backend, select_backend
 from grpo_kernels.head import Head, HeadRows, check_head, check_support, working_dtype
-from grpo_kernels.head_pass import Anchor, Wanted, exact_products, in_chunks
+from grpo_kernels.head_pass import Anchor, Flag, Wanted, exact_products, in_chunks
 from grpo_kernels.packing import RowLayout
 from grpo_kernels.support_pass import pass_for
 
@@ -90,11 +90,11 @@ class LogprobJob:
         entropy = torch.zeros_like(logprobs)
         with torch.no_grad(), exact_products(hidden.device):
 
-            def part(some: Tensor, anchor: Anchor) -> Tensor:
+            def part(some: Tensor, anchor: Anchor) -> tuple[Tensor, Flag]:
                 at = self.rows[some]
                 chunk = head_pass.forward(hidden[at], self.head_rows[some], gradients=False, anchor=anchor)
                 logprobs[at], entropy[at] = chunk.logprobs, chunk.entropy
-                return chunk.extreme
+                return chunk.extreme, chunk.any_extreme
 
             in_chunks(torch.arange(self.rows.numel(), device=hidden.device), head_pass.rows_per_chunk, part)
         return logprobs, entropy
@@ -113,13 +113,13 @@ class LogprobJob:
         with torch.no_grad(), exact_products(hidden.device):
             head_pass = pass_for(self.head_rows, self.head, self.backend, hidden.dtype, wanted)
 
-            def part(some: Tensor, anchor: Anchor) -> Tensor:
+            def part(some: Tensor, anchor: Anchor) -> tuple[Tensor, Flag]:
                 at = self.rows[some]
                 chunk = head_pass.forward(hidden[at], self.head_rows[some], anchor=anchor)
                 gradient = head_pass.backward(chunk, slopes[some], entropy_slopes[some])
                 if hidden_gradient is not None and gradient is not None:
                     hidden_gradient[at] = gradient
-                return chunk.extreme
+                return chunk.extreme, chunk.any_extreme
 
             in_chunks(moves, head_pass.rows_per_chunk, part)
             if hidden_gradient is not None and self.head.slice is not None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from grpo_kernels.backends import Backend, select_backend
 from grpo_kernels.head import Head, HeadRows, check_head, check_support, working_dtype
-from grpo_kernels.head_pass import Anchor, Wanted, exact_products, in_chunks
+from grpo_kernels.head_pass import Anchor, Flag, Wanted, exact_products, in_chunks
 from grpo_kernels.loss_rows import LossInputs, LossRows
 from grpo_kernels.objective import Objective
 from grpo_kernels.packing import LossCounts
@@ -273,7 +273,7 @@ class _Chunks:
         if piece.stop - piece.start > self.head_pass.rows_per_chunk:
             return False
         chunk = self._chunk(piece, gradients=True)
-        if bool(chunk.extreme.any()):
+        if chunk.any_extreme:
             return False
         self._write(piece, chunk)
         self._add_gradients(piece, chunk, rows.take(piece).slopes(chunk.logprobs, chunk.entropy))
@@ -296,13 +296,13 @@ class _Chunks:
         """Some rows through the head, with their gradients where `slopes` is given."""
         places = rows if isinstance(rows, Tensor) else torch.arange(rows.start, rows.stop, device=self.hidden.device)
 
-        def part(at: Tensor, anchor: Anchor) -> Tensor:
+        def part(at: Tensor, anchor: Anchor) -> tuple[Tensor, Flag]:
             chunk = self._chunk(at, gradients=slopes is not None, anchor=anchor)
             if write:
                 self._write(at, chunk)
             if slopes is not None:
                 self._add_gradients(at, chunk, slopes(at, chunk))
-            return chunk.extreme
+            return chunk.extreme, chunk.any_extreme
 
         in_chunks(places, self.head_pass.rows_per_chunk, part)
 

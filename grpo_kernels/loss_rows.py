@@ -103,8 +103,7 @@ class LossRows:
         counted = layout.mask.nonzero()[:, 0]
         advantages = layout.per_row("advantages", inputs.advantages, per_sequence=True)[counted]
         lengths = layout.lengths(inputs.sequence_lengths)
-        if counts is None:
-            counts = LossCounts.of(layout.mask, layout.sequence_of_row)
+        counts = layout.counts() if counts is None else counts
         every = cls(
             objective=objective,
             layout=layout,

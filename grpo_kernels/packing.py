@@ -102,6 +102,12 @@ class RowLayout:
             raise ValueError(f"sequence_lengths[{at}] is {int(given[at])}, but {int(here[at])} of the sequence's tokens count in this call")
         return given
 
+    def counts(self) -> LossCounts:
+        """Of these rows alone; the device is waited for once."""
+        here = self.lengths()
+        tokens, sequences = torch.stack([here.sum(), (here > 0).sum()]).tolist()
+        return LossCounts(tokens, sequences)
+
     def per_row(self, name: str, values: Tensor, *, per_sequence: bool = False) -> Tensor:
         """`values` as [rows] in float32, or float64 where they are that: of the caller's shape, or with `per_sequence` one per sequence."""
         if per_sequence and values.shape == self.shape == (self.sequences,) and not self._one_row_each():

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grpo_kernels.backends import Backend
 from grpo_kernels.head import Head, HeadRows, working_dtype
-from grpo_kernels.head_pass import Anchor, HeadPass, Wanted
+from grpo_kernels.head_pass import Anchor, Flag, HeadPass, Wanted
 from grpo_kernels.softmax import Statistics, target_slope
 
 _WORKSPACE_BYTES = 64 << 20
@@ -31,6 +31,7 @@ class SupportChunk:
     complement: Tensor
     log_total: Tensor
     extreme: Tensor
+    any_extreme: Flag
     hidden: Tensor
     ids: Tensor
     distances: Tensor
@@ -74,12 +75,14 @@ class SupportPass:
         others = exponentials.sum(1, dtype=torch.float64)
         weighted = (exponentials * distances[:, 1:]).sum(1, dtype=torch.float64)
         statistics = Statistics.of(others, weighted, target_distances)
+        extreme = torch.zeros_like(rows.targets, dtype=torch.bool)
         return SupportChunk(
             logprobs=statistics.logprobs.to(self._dtype),
             entropy=statistics.entropy.to(self._dtype),
             complement=statistics.complement.to(self._dtype),
             log_total=statistics.log_total.to(self._dtype),
-            extreme=torch.zeros_like(rows.targets, dtype=torch.bool),
+            extreme=extreme,
+            any_extreme=Flag(extreme),
             hidden=hidden,
             ids=ids,
             distances=distances,
@@ -105,8 +108,8 @@ class SupportPass:
 
 class RowPass(Protocol):
     """What both passes are: a chunk of at most `rows_per_chunk` rows goes through `forward`, and then, where gradients are wanted, through
-    `backward` before the next `forward`. A chunk has `logprobs`, `entropy` and `extreme`, [n]; rows that are extreme, where nothing is
-    right and nothing was added, go through `forward` again with `anchor` "maximum"."""
+    `backward` before the next `forward`. A chunk has `logprobs`, `entropy` and `extreme`, [n], and `any_extreme`; rows that are, where
+    nothing is right and nothing was added, go through `forward` again with `anchor` "maximum"."""
 
     rows_per_chunk: int
 
