@@ -21,11 +21,9 @@ A vocabulary that is split over processes needs x_y from its owner and one sum o
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -98,7 +96,6 @@ class SoftmaxChunk:
     log_total: Tensor
     offset: Tensor
     target_logits: Tensor
-    target_rows: Tensor
     extreme: Tensor
     any_extreme: Flag
 
@@ -106,7 +103,7 @@ class SoftmaxChunk:
 class HeadPass:
     """Chunks go through `forward` and then, where gradients are wanted, through `backward` before the next `forward`.
 
-    On a GPU nothing here waits for a result: chunk after chunk is launched ahead of the device.
+    On a GPU nothing here waits for a result, so that chunk after chunk can be launched ahead of the device.
     """
 
     def __init__(self, head: Head, backend: Backend, hidden: torch.dtype, wanted: Wanted, rows: int) -> None:
@@ -114,7 +111,8 @@ class HeadPass:
         self._head, self._backend, self._wanted = head, backend, wanted
         self._dtype = working_dtype(hidden, head.weight.dtype)
         self._by_distances = wanted.any and (wanted.entropy or head.softcap is not None)
-        self.rows_per_chunk = backend.rows_per_chunk(head, rows, self._keep(gradients=wanted.any))
+        keep = self._keep(gradients=wanted.any)
+        self.rows_per_chunk = backend.rows_per_chunk(head, rows, keep, weight_gradient=wanted.weight)
         weight_dtype = backend.gradient_dtype(head, hidden, one_chunk=rows <= self.rows_per_chunk)
         device = head.weight.device
         # The first chunk overwrites them; fresh memory need not be cleared.
@@ -128,7 +126,7 @@ class HeadPass:
         head = self._head
         inverse_temperature = rows.temperatures.reciprocal()
         chunk_rows = ChunkRows(hidden, head.own(rows.targets).contiguous(), inverse_temperature.to(self._dtype))
-        target_rows, target_logits = self._target_logits(chunk_rows, inverse_temperature)
+        target_logits = self._target_logits(chunk_rows, inverse_temperature)
         offset = target_logits.to(self._dtype) if anchor == "target" else self._maximum(chunk_rows)
         sweep = self._sweep(chunk_rows, offset, gradients)
         extreme = is_extreme(sweep.others)
@@ -145,7 +143,6 @@ class HeadPass:
             log_total=statistics.log_total.to(self._dtype),
             offset=offset,
             target_logits=target_logits.to(self._dtype),
-            target_rows=target_rows,
             extreme=extreme,
             any_extreme=Flag(extreme),
         )
@@ -167,21 +164,15 @@ class HeadPass:
                     gradient.zero_()
         return gradients
 
-    def _target_logits(self, rows: ChunkRows, inverse_temperature: Tensor) -> tuple[Tensor, Tensor]:
-        """W_y, [n, H], with zeros where another process has it, and x_y, [n] float64."""
+    def _target_logits(self, rows: ChunkRows, inverse_temperature: Tensor) -> Tensor:
+        """x_y, [n] float64."""
         head = self._head
-        here = rows.targets >= 0
-        at = rows.targets.clamp(min=0)
-        target_rows = head.weight[at].to(self._dtype)
-        logits = (rows.hidden.to(self._dtype) * target_rows).sum(1, dtype=torch.float64)
-        if head.bias is not None:
-            logits += head.bias[at]
+        logits = self._backend.target_products(head, rows)
         if head.slice is not None:
-            target_rows = torch.where(here[:, None], target_rows, 0.0)
-            logits = head.slice.sum(torch.where(here, logits, 0.0))
+            logits = head.slice.sum(logits)
         if head.softcap is not None:
             logits = head.softcap * torch.tanh(logits / head.softcap)
-        return target_rows, logits * inverse_temperature
+        return logits * inverse_temperature
 
     def _keep(self, *, gradients: bool) -> Keep:
         if gradients and self._by_distances:
@@ -208,7 +199,7 @@ class HeadPass:
             self._backend.add_exponentials(self._head, rows, kept, others, scale, self._gradients)
         if chunk.sweep.weighted_rows is None:
             return None
-        return scale[:, None] * (chunk.sweep.weighted_rows - others[:, None] * chunk.target_rows)
+        return self._backend.hidden_gradient(self._head, rows, chunk.sweep.weighted_rows, others, scale)
 
     def _backward_by_distances(self, chunk: SoftmaxChunk, slope: Tensor, entropy_slope: Tensor) -> Tensor | None:
         rows, kept = chunk.rows, chunk.sweep.kept
@@ -250,44 +241,3 @@ def in_chunks(places: Tensor, most: int, part: Callable[[Tensor, Anchor], tuple[
     again = places[torch.cat([extreme for extreme, _ in found])]
     for piece in balanced(again.numel(), most):
         part(again[piece], "maximum")
-
-
-@contextmanager
-def exact_products(device: torch.device) -> Iterator[None]:
-    """Float32 products as float32: no autocast, no TF32 or bf16 passes whatever the caller's matmul precision settings say."""
-    with torch.autocast(device.type, enabled=False), _PRECISION:
-        yield
-
-
-class _FullPrecision:
-    """The process's matmul precision settings at their highest while any thread is inside; the last one out puts them back."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._inside = 0
-        self._before: list[str] = []
-        # torch refuses to read the old setting (set_float32_matmul_precision) once a new one was made: the new ones, where it has them.
-        modules: list[Any] = [getattr(module, "matmul", None) for module in (torch.backends.cuda, torch.backends.mkldnn)]
-        self._new = modules if all(hasattr(module, "fp32_precision") for module in modules) else []
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._inside += 1
-            if self._inside == 1:
-                self._before = [module.fp32_precision for module in self._new] or [torch.get_float32_matmul_precision()]
-                self._set(["ieee"] * len(self._new) or ["highest"])
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            if self._inside == 0:
-                self._set(self._before)
-
-    def _set(self, precisions: list[str]) -> None:
-        for module, precision in zip(self._new, precisions, strict=False):
-            module.fp32_precision = precision
-        if not self._new:
-            torch.set_float32_matmul_precision(precisions[0])
-
-
-_PRECISION = _FullPrecision()

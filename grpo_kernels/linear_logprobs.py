@@ -11,8 +11,9 @@ from torch import Tensor
 
 from grpo_kernels.backends import Backend, select_backend
 from grpo_kernels.head import Head, HeadRows, check_head, check_support, working_dtype
-from grpo_kernels.head_pass import Anchor, Flag, Wanted, exact_products, in_chunks
+from grpo_kernels.head_pass import Anchor, Flag, Wanted, in_chunks
 from grpo_kernels.packing import RowLayout
+from grpo_kernels.precision import exact_products
 from grpo_kernels.support_pass import pass_for
 
 
@@ -97,6 +98,7 @@ class LogprobJob:
                 return chunk.extreme, chunk.any_extreme
 
             in_chunks(torch.arange(self.rows.numel(), device=hidden.device), head_pass.rows_per_chunk, part)
+            self.backend.release()
         return logprobs, entropy
 
     def backward(
@@ -122,6 +124,7 @@ class LogprobJob:
                 return chunk.extreme, chunk.any_extreme
 
             in_chunks(moves, head_pass.rows_per_chunk, part)
+            self.backend.release()
             if hidden_gradient is not None and self.head.slice is not None:
                 self.head.slice.sum(hidden_gradient)
         return hidden_gradient, *head_pass.parameter_gradients()

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from grpo_kernels.backends import Backend, select_backend
 from grpo_kernels.head import Head, HeadRows, check_head, check_support, working_dtype
-from grpo_kernels.head_pass import Anchor, Flag, Wanted, exact_products, in_chunks
+from grpo_kernels.head_pass import Anchor, Flag, Wanted, in_chunks
 from grpo_kernels.loss_rows import LossInputs, LossRows
 from grpo_kernels.objective import Objective
 from grpo_kernels.packing import LossCounts
+from grpo_kernels.precision import exact_products
 from grpo_kernels.support_pass import RowPass, pass_for
 
 
@@ -124,7 +125,7 @@ def linear_grpo_loss(
         entropy_threshold: for `objective.top_entropy`, from `top_entropy_threshold` over the whole step; None: over this call's rows.
         group: the vocabulary is split over this process group: `weight` and `bias` are this process's rows of it, in rank order, and all
             other arguments the same on every process. The gradient of `hidden` is then the whole one on every process.
-        backend: "auto", "cpu" or "torch"; see `backends()`.
+        backend: "auto", "cpu", "triton" or "torch"; see `backends()`.
 
     Returns:
         GRPOLoss.
@@ -220,6 +221,7 @@ def compute(hidden: Tensor, job: LossJob, wanted: Wanted) -> Outcome:
             hidden_gradient=torch.zeros(hidden.shape, dtype=dtype, device=hidden.device) if wanted.hidden else None,
         )
         rows = chunks.run(gradients=wanted.any)
+        job.backend.release()
         loss, tokens = rows.value(chunks.logprobs, chunks.entropy)
         if chunks.hidden_gradient is not None and head.slice is not None:
             head.slice.sum(chunks.hidden_gradient)

@@ -34,11 +34,12 @@ class Problem:
 
     @property
     def cu_seqlens(self) -> Tensor:
-        return torch.tensor([0, *self.lengths]).cumsum(0)
+        return torch.tensor([0, *self.lengths], device=self.mask.device).cumsum(0)
 
     @property
     def sequence_of_row(self) -> Tensor:
-        return torch.arange(len(self.lengths)).repeat_interleave(torch.tensor(self.lengths, dtype=torch.long))
+        lengths = torch.tensor(self.lengths, dtype=torch.long, device=self.mask.device)
+        return torch.arange(len(self.lengths), device=self.mask.device).repeat_interleave(lengths)
 
     def counts(self) -> LossCounts:
         return LossCounts.of(self.mask, self.sequence_of_row)
@@ -90,7 +91,7 @@ def make(
 
 def rows_per_chunk(vocabulary: int) -> int:
     """Of the CPU's backends, for very many rows."""
-    return TorchBackend(torch.device("cpu")).rows_per_chunk(Head(torch.empty(vocabulary, 1)), 1 << 20, "exponentials")
+    return TorchBackend(torch.device("cpu")).rows_per_chunk(Head(torch.empty(vocabulary, 1)), 1 << 20, "exponentials", weight_gradient=True)
 
 
 @dataclass

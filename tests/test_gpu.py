@@ -1,4 +1,5 @@
-"""The same specification on an NVIDIA GPU, where there is one. Minutes in all: `pytest -m gpu`."""
+"""The same specification on an NVIDIA GPU, where there is one. Minutes in all: `pytest -m gpu`. Of the other tests, those of Triton's
+kernels (test_triton_*, test_anchored_gemm) run there too, on the device instead of in the interpreter."""
 
 from __future__ import annotations
 
@@ -34,9 +35,12 @@ def check(p: Problem) -> None:
     assert float((result.logprobs.cpu() - exact.logprobs)[computed].abs().max()) <= 2e-5
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(1, 64, 1000), (300, 96, 50257), (1025, 128, 2053), (64, 64, 129920)])
-def test_shapes(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "gemm1"), [(torch.float32, "library"), (torch.float16, "library"), (torch.bfloat16, "library"), (torch.bfloat16, "anchored")]
+)
+@pytest.mark.parametrize("shape", [(1, 64, 1000), (300, 96, 50257), (1025, 128, 2053), (64, 64, 129920), (4097, 64, 3000), (40, 67, 999)])
+def test_shapes(dtype: torch.dtype, gemm1: str, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRPO_KERNELS_GEMM1", gemm1)
     alone = {"masked": 0.0} if shape[0] == 1 else {}
     check(make(*shape, dtype=dtype, objective=OBJECTIVES["grpo_kl3"], old=False, **alone))
 
@@ -66,6 +70,22 @@ def test_the_logits_level() -> None:
     assert relative(weight.grad.cpu(), exact.weight_gradient) < 1e-5
     chosen = selected_logprobs((q.hidden @ q.weight.t())[None], q.targets[None])
     assert float((chosen.logprobs[0].cpu() - exact.logprobs).abs().max()) < 1e-4
+
+
+def test_another_device_than_the_current_one() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU only")
+    p = make(40, 32, 2000, dtype=torch.bfloat16)
+    tensors = {field.name: getattr(p, field.name) for field in fields(p)}
+    q = replace(p, **{name: value.to("cuda:1") for name, value in tensors.items() if isinstance(value, Tensor)})
+    assert relative(fused(q)[0].weight_gradient.cpu(), fused(on_gpu(p))[0].weight_gradient.cpu()) < 1e-6
+
+
+def test_kernels_and_torch_agree() -> None:
+    q = on_gpu(make(300, 96, 5000, dtype=torch.bfloat16))
+    ours, torchs = fused(q, backend="triton")[0], fused(q, backend="torch")[0]
+    assert relative(ours.weight_gradient, torchs.weight_gradient) < 5e-3
+    assert float((ours.logprobs - torchs.logprobs).abs().max()) < 1e-5
 
 
 def test_a_support() -> None:

@@ -146,7 +146,7 @@ def test_more_rows_than_a_chunk(which: str, backend: str) -> None:
 def test_the_chunk_size_does_not_matter(monkeypatch: pytest.MonkeyPatch, which: str) -> None:
     p = make(120, 24, 333, bias=True)
     whole = ours(p, which)
-    monkeypatch.setattr(TorchBackend, "rows_per_chunk", lambda *_: 32)
+    monkeypatch.setattr(TorchBackend, "rows_per_chunk", lambda *_, **__: 32)
     for got, expected in zip(ours(p, which), whole, strict=True):
         assert got is not None
         assert expected is not None

@@ -237,7 +237,7 @@ def test_the_chunk_size_does_not_matter(monkeypatch: pytest.MonkeyPatch, name: s
     p = make(120, 24, 333, objective=OBJECTIVES[name], old=old)
     whole, results = fused(p)
     for rows in (5, 32):
-        monkeypatch.setattr(TorchBackend, "rows_per_chunk", lambda *_, rows=rows: rows)
+        monkeypatch.setattr(TorchBackend, "rows_per_chunk", lambda *_, rows=rows, **__: rows)
         cut, cut_results = fused(p)
         assert relative(cut.weight_gradient, whole.weight_gradient) < 3e-6
         assert relative(cut.hidden_gradient, whole.hidden_gradient) < 3e-6
@@ -263,7 +263,7 @@ def test_weight_gradient_in_bf16_does_not_degrade_with_the_number_of_chunks(monk
     exact = reference(p, torch.float64).weight_gradient
     errors = []
     for rows in (512, 8):
-        monkeypatch.setattr(TorchBackend, "rows_per_chunk", lambda *_, rows=rows: rows)
+        monkeypatch.setattr(TorchBackend, "rows_per_chunk", lambda *_, rows=rows, **__: rows)
         errors.append(relative(fused(p)[0].weight_gradient, exact))
     assert errors[1] <= 1.1 * errors[0]
 
@@ -449,7 +449,10 @@ def test_logits_of_minus_infinity_are_no_probability() -> None:
 
 
 PRECISIONS = {
+    "default": "pass",
     "set_float32_matmul_precision": "torch.set_float32_matmul_precision('medium')",
+    "high": "torch.set_float32_matmul_precision('high')",
+    "allow_tf32": "torch.backends.cuda.matmul.allow_tf32 = True",
     "mkldnn": "torch.backends.mkldnn.matmul.fp32_precision = 'bf16'",
     "cuda": "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
     "all": "torch.backends.fp32_precision = 'bf16'",
@@ -463,15 +466,24 @@ def test_matmul_precision_settings_do_not_matter(setting: str) -> None:
 import torch
 from grpo_kernels import linear_logprobs
 from grpo_kernels.backends.torch import TorchBackend
+def read(what):
+    try:
+        return what()
+    except RuntimeError:
+        return "mixed"  # as torch refuses to say when only the new settings were used
 def precisions():
-    return torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
+    # The third is what every cuBLAS product asks; it raises when the old and the new settings contradict each other.
+    settings = torch.backends.cuda.matmul
+    return (settings.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision, read(torch._C._get_cublas_allow_tf32),
+            read(torch.get_float32_matmul_precision), settings.allow_bf16_reduced_precision_reduction)
 seen, real = [], TorchBackend.sweep
 TorchBackend.sweep = lambda *a, **k: (seen.append(precisions()), real(*a, **k))[1]
 {PRECISIONS[setting]}
 before = precisions()
-assert before != ("ieee", "ieee")
+full = ("ieee", "ieee", False, "highest", False)
+assert before != full
 linear_logprobs(torch.randn(3, 4), torch.randn(5, 4), torch.arange(3))
-assert seen == [("ieee", "ieee")], seen
+assert seen == [full], seen
 assert precisions() == before
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -596,7 +608,7 @@ def test_a_policy_loss_of_ones_own_may_look_at_whole_sequences(monkeypatch: pyte
         ratio = batch.sequence_mean(batch.logprobs - batch.old_logprobs).exp()
         return -torch.minimum(ratio * batch.advantages, ratio.clamp(0.9, 1.1) * batch.advantages)
 
-    monkeypatch.setattr(TorchBackend, "rows_per_chunk", lambda *_: 5)
+    monkeypatch.setattr(TorchBackend, "rows_per_chunk", lambda *_, **__: 5)
     p = make(60, 16, 90, objective=Objective.gspo(clip_low=0.1, clip_high=0.1))
     mine, _ = fused(replace(p, objective=Objective(policy_loss=gspo, ratio_level="sequence")))
     theirs, _ = fused(p)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import weakref
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,7 @@ def test_no_phantom_columns(strategy: str, vocabulary: int, monkeypatch: pytest.
 @pytest.mark.parametrize("old", [True, False])
 def test_extreme_rows_are_redone(monkeypatch: pytest.MonkeyPatch, strategy: str, name: str, old: bool) -> None:
     """Targets 100 nats below the maximum in some rows of several chunks, for objectives whose slopes need them and others."""
-    monkeypatch.setattr(TritonBackend, "rows_per_chunk", lambda *_: 12)
+    monkeypatch.setattr(TritonBackend, "rows_per_chunk", lambda *_, **__: 12)
     p = make(30, 16, 130, **HALF, objective=OBJECTIVES[name], masked=0.0, old=False)
     hidden = torch.cat([p.hidden, torch.zeros(30, 1, **HALF)], 1)
     hidden[[3, 4, 20], -1] = 1.0
@@ -163,7 +164,7 @@ def test_the_cut_does_not_matter(monkeypatch: pytest.MonkeyPatch, strategy: str)
     """One chunk writes the weight's gradient as bfloat16, several sum it in float32: the same up to its rounding."""
     p = make_here(30, 16, 130, **HALF)
     whole, _ = fused(p, backend="triton")
-    monkeypatch.setattr(TritonBackend, "rows_per_chunk", lambda *_: 7)
+    monkeypatch.setattr(TritonBackend, "rows_per_chunk", lambda *_, **__: 7)
     cut, _ = fused(p, backend="triton")
     exact = reference(p, torch.float64)
     assert relative(cut.weight_gradient, exact.weight_gradient) < 1.5 * relative(whole.weight_gradient, exact.weight_gradient)
@@ -237,7 +238,7 @@ class Launches(TorchDispatchMode):
 @pytest.mark.parametrize("name", ["dapo", "grpo_kl3", "entropy"])
 def test_nothing_waits_for_the_device_between_products(monkeypatch: pytest.MonkeyPatch, strategy: str, name: str) -> None:
     """Six chunks are launched ahead of the device, one after another."""
-    monkeypatch.setattr(TritonBackend, "rows_per_chunk", lambda *_: 5)
+    monkeypatch.setattr(TritonBackend, "rows_per_chunk", lambda *_, **__: 5)
     p = make_here(30, 16, 130, **HALF, objective=OBJECTIVES[name], masked=0.0)
     with Launches() as mode:
         fused(p, backend="triton")
@@ -253,12 +254,42 @@ def test_rows_per_chunk(strategy: str) -> None:
 
     backend = TritonBackend(torch.device(DEVICE))
     wide, narrow = (Head(torch.empty(151936, width, dtype=torch.bfloat16, device="meta")) for width in (4096, 64))
-    assert backend.rows_per_chunk(wide, 4000, "exponentials") == 4000
-    assert backend.rows_per_chunk(wide, 5000, "exponentials") == {"library": 2048, "anchored": 4096}[strategy]
-    assert backend.rows_per_chunk(narrow, 4000, "exponentials") == {"library": 2048, "anchored": 4000}[strategy]
-    assert backend.rows_per_chunk(narrow, 4000, "distances") == 2048
+
+    def rows(head: Head, count: int, keep: Any = "exponentials", weight_gradient: bool = True) -> int:
+        return backend.rows_per_chunk(head, count, keep, weight_gradient=weight_gradient)
+
+    assert rows(wide, 4000) == 4000
+    assert rows(wide, 5000) == {"library": 2048, "anchored": 4096}[strategy]
+    assert rows(narrow, 4000) == {"library": 2048, "anchored": 4000}[strategy]
+    assert rows(narrow, 4000, "distances") == 2048
+    assert rows(wide, 4000, "distances") == 4000
+    assert rows(wide, 4000, "distances", weight_gradient=False) == 2048, "nothing is saved"
     huge = Head(torch.empty(2_000_000, 1, dtype=torch.bfloat16, device="meta"))
-    assert backend.rows_per_chunk(huge, 10**6, "distances") == 1024
+    assert rows(huge, 10**6, "distances") == 1024
+    assert rows(huge, 0) == 1
+
+
+def test_no_workspace_is_kept_until_backward(strategy: str) -> None:
+    """It is as large as the gradients, and the model's own backward comes before it would go."""
+    p = make_here(20, 16, 130, **HALF)
+    made = []
+    real = TritonBackend._buffer
+
+    def spy(self: TritonBackend, *arguments: Any) -> Tensor:
+        buffer = real(self, *arguments)
+        made.append(weakref.ref(self._workspace))
+        return buffer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TritonBackend, "_buffer", spy)
+        hidden, weight, _ = leaves(p)
+        loss = linear_grpo_loss(hidden, weight, p.targets, p.advantages, objective=p.objective, softcap=9.0, backend="triton").loss
+        logprobs = linear_logprobs(hidden, weight, p.targets, softcap=9.0, backend="triton").logprobs
+        assert len(made) == 2
+        assert [buffer() for buffer in made] == [None, None]
+        (loss + logprobs.sum()).backward()
+        assert len(made) == 3
+        assert made[2]() is None
 
 
 # The logits level

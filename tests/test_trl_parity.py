@@ -266,7 +266,7 @@ def test_loss_and_gradients_equal_trls(loss_type: str, level: str, name: str) ->
 @pytest.mark.parametrize(("loss_type", "level", "name"), CASES)
 def test_loss_and_gradients_equal_trls_in_small_chunks(loss_type: str, level: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of eight rows: the first and the fourth sequence are longer than a chunk, the second and the third share one."""
-    monkeypatch.setattr(TorchBackend, "rows_per_chunk", lambda *_: 8)
+    monkeypatch.setattr(TorchBackend, "rows_per_chunk", lambda *_, **__: 8)
     check(our_answer(loss_type, level, VARIANTS[name]), answer_of_trl(loss_type, level, name))
 
 

@@ -75,8 +75,12 @@ class ParameterGradients:
 class Backend(Protocol):
     name: str
 
-    def rows_per_chunk(self, head: Head, rows: int, keep: Keep) -> int:
-        """How many of `rows` to give at once, where a sweep keeps at most `keep`: a speed and memory choice, never one of results."""
+    def rows_per_chunk(self, head: Head, rows: int, keep: Keep, *, weight_gradient: bool) -> int:
+        """How many of `rows` to give at once, where a sweep keeps at most `keep`, and gradients of the weight are wanted or not: a speed
+        and memory choice, never one of results."""
+
+    def release(self) -> None:
+        """Gives the workspace back; who holds the backend after a call holds no memory."""
 
     def prepared(self, rows: LossRows, dtype: torch.dtype) -> LossRows:
         """The rows of a loss with the backend's own way to evaluate their objective, where it has one; `dtype` is of their logp."""
@@ -92,6 +96,13 @@ class Backend(Protocol):
 
         What is kept lives in a workspace that the next call reuses.
         """
+
+    def target_products(self, head: Head, rows: ChunkRows) -> Tensor:
+        """<h, W_y> + bias_y, [n] float64; 0 where another process has the target."""
+
+    def hidden_gradient(self, head: Head, rows: ChunkRows, weighted_rows: Tensor, others: Tensor, scale: Tensor) -> Tensor:
+        """scale (weighted_rows - others W_y), [n, H] float32, without W_y where another process has it. `others` and `scale` are [n]
+        float32; `weighted_rows` may be overwritten."""
 
     def row_maximum(self, head: Head, rows: ChunkRows) -> Tensor:
         """[n] float32, each row's largest logit of this process."""

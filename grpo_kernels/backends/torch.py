@@ -29,10 +29,13 @@ class TorchBackend:
         self._workspace_bytes = (64 << 20) if on_cpu else (1 << 30)
         self._workspace: Tensor | None = None
 
-    def rows_per_chunk(self, head: Head, rows: int, keep: Keep) -> int:
+    def rows_per_chunk(self, head: Head, rows: int, keep: Keep, *, weight_gradient: bool) -> int:
         """As many as let the exponentials, [V, rows] in float32, fit the workspace, within bounds."""
         fitting = self._workspace_bytes // (4 * head.largest_slice)
         return int(min(self._most_rows, max(self._fewest_rows, fitting // 64 * 64)))
+
+    def release(self) -> None:
+        self._workspace = None
 
     def prepared(self, rows: LossRows, dtype: torch.dtype) -> LossRows:
         return rows
@@ -60,6 +63,20 @@ class TorchBackend:
                 result.weighted_rows.addmm_(logits.t(), entries)
         result.kept = None if keep == "nothing" else buffer
         return result
+
+    def target_products(self, head: Head, rows: ChunkRows) -> Tensor:
+        at = rows.targets.clamp(min=0)
+        dtype = rows.inverse_temperature.dtype
+        products = (rows.hidden.to(dtype) * head.weight[at].to(dtype)).sum(1, dtype=torch.float64)
+        if head.bias is not None:
+            products += head.bias[at]
+        return torch.where(rows.targets >= 0, products, 0.0)
+
+    def hidden_gradient(self, head: Head, rows: ChunkRows, weighted_rows: Tensor, others: Tensor, scale: Tensor) -> Tensor:
+        target_rows = head.weight[rows.targets.clamp(min=0)].to(weighted_rows.dtype)
+        if head.slice is not None:  # where, not a product: the row that stands in may hold NaN
+            target_rows = torch.where(rows.targets[:, None] >= 0, target_rows, 0.0)
+        return scale[:, None] * (weighted_rows - others[:, None] * target_rows)
 
     def row_maximum(self, head: Head, rows: ChunkRows) -> Tensor:
         hidden = rows.hidden.to(rows.inverse_temperature.dtype)

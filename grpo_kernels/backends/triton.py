@@ -23,11 +23,11 @@ _LINE = 64  # a row of the workspace is a multiple of so many logits: aligned fo
 
 @cache
 def kernels() -> Any:
-    """The package of the kernels, or the ImportError for which it is not there: triton comes neither with torch's CPU builds nor on
-    macOS. Not imported before it is needed, which takes most of a second."""
+    """The package of the kernels, or the error for which it is not there: triton comes neither with torch's CPU builds nor on macOS, and
+    one before 3.6 may lack what they use. Not imported before it is needed, which takes most of a second."""
     try:
         return importlib.import_module("grpo_kernels.triton_kernels")
-    except ImportError as error:
+    except (ImportError, AttributeError) as error:
         return error
 
 
@@ -40,8 +40,8 @@ def unavailable(device: torch.device) -> str | None:
         return "the tensors are on the CPU; there it runs only in Triton's interpreter, for tests (TRITON_INTERPRET=1)"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         return f"{torch.cuda.get_device_name(device)} has no bfloat16 units; compute capability 8.0 or newer is needed"
-    if isinstance(kernels(), ImportError):
-        return f"triton cannot be imported ({kernels()})"
+    if isinstance(kernels(), Exception):
+        return f"triton cannot be imported ({kernels()}); 3.6 or newer is needed"
     return None
 
 
@@ -53,12 +53,12 @@ class TritonBackend(TorchBackend):
 
     name = "triton"
 
-    def rows_per_chunk(self, head: Head, rows: int, keep: Keep) -> int:
+    def rows_per_chunk(self, head: Head, rows: int, keep: Keep, *, weight_gradient: bool) -> int:
         """As many as fit the workspace, and at least 1024, for the weight's gradient to be worth its traffic. All at once, where that
         takes no more memory than the float32 sums of the weight's gradient, which then are not needed."""
         per_row = (2 if self._anchors(head, keep, stores=True) else 4) * head.largest_slice
         fitting = int(min(_MOST_ROWS, max(1024, _WORKSPACE_BYTES // per_row // 256 * 256)))
-        saved = 4 * head.largest_slice * head.weight.shape[1] if keep != "nothing" else 0
+        saved = 4 * head.largest_slice * head.weight.shape[1] if weight_gradient else 0
         return max(rows, 1) if rows <= _MOST_ROWS and rows * per_row <= _WORKSPACE_BYTES + saved else fitting
 
     def prepared(self, rows: LossRows, dtype: torch.dtype) -> LossRows:
@@ -99,6 +99,18 @@ class TritonBackend(TorchBackend):
             self._multiply(kept, head, sums)
         return Sweep(others.double(), weighted.double(), None if keep == "nothing" else kept, sums)
 
+    def target_products(self, head: Head, rows: ChunkRows) -> Tensor:
+        if rows.inverse_temperature.dtype == torch.float64:
+            return super().target_products(head, rows)
+        products: Tensor = kernels().target_products(rows.hidden, head.weight, rows.targets, _bias(head))
+        return products
+
+    def hidden_gradient(self, head: Head, rows: ChunkRows, weighted_rows: Tensor, others: Tensor, scale: Tensor) -> Tensor:
+        if weighted_rows.dtype == torch.float64:
+            return super().hidden_gradient(head, rows, weighted_rows, others, scale)
+        gradient: Tensor = kernels().hidden_gradient(weighted_rows, head.weight, rows.targets, others, scale)
+        return gradient
+
     def add_exponentials(self, head: Head, rows: ChunkRows, kept: Tensor, others: Tensor, scale: Tensor, into: ParameterGradients) -> None:
         if kept.dtype == torch.float64:
             super().add_exponentials(head, rows, kept, others, scale, into)
@@ -106,7 +118,8 @@ class TritonBackend(TorchBackend):
         entries = kept[:, : head.weight.shape[0]]
         at = rows.targets.clamp(min=0)[:, None]
         entries.scatter_(1, at, torch.where(rows.targets[:, None] >= 0, -others[:, None].to(kept.dtype), entries.gather(1, at)))
-        _add(into, entries, scale[:, None] * rows.hidden, scale)
+        scaled = torch.mul(rows.hidden, scale[:, None], out=torch.empty_like(rows.hidden, dtype=kept.dtype))  # in float32, rounded once
+        _add(into, entries, scaled, scale)
 
     def add_distances(
         self, head: Head, rows: ChunkRows, kept: Tensor, slopes: LogitSlopes, hidden_gradient: Tensor | None, into: ParameterGradients
@@ -188,15 +201,29 @@ def _add(into: ParameterGradients, left: Tensor, right: Tensor, ones: Tensor) ->
     into.fresh = False
 
 
+@cache
+def _adds_in_place(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether this torch adds the product of such factors to a float32 matrix: there were versions that had `out_dtype` and refused."""
+    some = torch.zeros(16, 16, dtype=dtype, device=device)
+    into = torch.zeros(16, 16, dtype=torch.float32, device=device)
+    try:
+        torch.addmm(into, some, some, out_dtype=torch.float32, out=into)
+    except RuntimeError:
+        return False
+    return True
+
+
 def _product(left: Tensor, right: Tensor, into: Tensor, *, add: bool = False) -> None:
     """into = left right, or +=; summed in float32 whatever the factors' dtype, and rounded once where `into` is bfloat16."""
     if left.dtype == into.dtype:
         _ = into.addmm_(left, right) if add else torch.mm(left, right, out=into)
     elif left.device.type == "cuda":
-        if add:
+        if not add:
+            torch.mm(left, right, out_dtype=into.dtype, out=into)
+        elif _adds_in_place(left.dtype, left.device):
             torch.addmm(into, left, right, out_dtype=into.dtype, out=into)
         else:
-            torch.mm(left, right, out_dtype=into.dtype, out=into)
+            into.add_(torch.mm(left, right, out_dtype=into.dtype))
     else:  # the interpreter: a CPU multiplies bfloat16 to bfloat16 only
         product = left.float() @ right.float()
         _ = into.add_(product) if add else into.copy_(product)

@@ -9,6 +9,7 @@ from grpo_kernels.triton_kernels.objective import computes, token_objective
 from grpo_kernels.triton_kernels.rows import anchor_rows, products_gradient, row_gradient, row_loss, row_statistics
 from grpo_kernels.triton_kernels.scaling import scaled
 from grpo_kernels.triton_kernels.selection import first_product
+from grpo_kernels.triton_kernels.targets import hidden_gradient, target_products
 
 __all__ = [
     "LARGEST_GROUP",
@@ -17,10 +18,12 @@ __all__ = [
     "computes",
     "first_product",
     "group_advantages_of",
+    "hidden_gradient",
     "products_gradient",
     "row_gradient",
     "row_loss",
     "row_statistics",
     "scaled",
+    "target_products",
     "token_objective",
 ]

@@ -5,12 +5,14 @@ Two kernels differ in how tiles travel: by pointers (sm_80 and later, any alignm
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from grpo_kernels.triton_kernels.runtime import FLOAT, FUSED, INDEX, INTERPRETED, LOG2E, expect, multiplicand, on, stored, target_of
@@ -112,8 +114,12 @@ def _epilogue(
     tl.store(place + column_tiles.to(tl.int64) * n, weighted, mask=present)
 
 
-# Not specialised: the chunk's size, which would mean a compilation for each, and values that may be 1, which would become constants.
-@triton.jit(do_not_specialize=["n", "vocabulary", "row_tiles", "column_tiles"])
+# Not specialised: the chunk's size, which would mean a compilation for each, and values that may be 1, which would become constants. Nor the
+# alignment of tensors of one element per row: they are slices of common buffers, aligned for some sizes only.
+_PER_ROW = ["targets", "inverse_temperatures", "offsets", "sums"]
+
+
+@triton.jit(do_not_specialize=["n", "vocabulary", "row_tiles", "column_tiles"], do_not_specialize_on_alignment=_PER_ROW)
 def _pointer_kernel(
     hidden, weight, targets, inverse_temperatures, offsets, bias, kept, sums, n, vocabulary, columns, width, row_tiles, column_tiles,
     hidden_stride, weight_stride, kept_stride,
@@ -141,7 +147,9 @@ def _pointer_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["n", "vocabulary", "width", "row_tiles", "column_tiles", "programs"])
+@triton.jit(
+    do_not_specialize=["n", "vocabulary", "width", "row_tiles", "column_tiles", "programs"], do_not_specialize_on_alignment=_PER_ROW
+)
 def _descriptor_kernel(
     hidden, weight, targets, inverse_temperatures, offsets, bias, kept, sums, n, vocabulary, width, row_tiles, column_tiles, programs,
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr,
@@ -179,7 +187,7 @@ class Tiling:
     resident: int = 1
 
 
-# The largest tiles that do not spill. Compiled by Triton 3.9, bfloat16, storing; "spills": bytes of stack.
+# The largest tiles that do not spill. Compiled by Triton 3.9, storing; "spills": bytes of stack.
 #
 #   sm_90, descriptors              registers  shared memory
 #     128x256x64, 4 parts, 4 stages       249        209 KB   HOPPER
@@ -192,6 +200,8 @@ class Tiling:
 #   sm_100, descriptors
 #     128x128x64, 4 warps, 2 parts        186        112 KB   BLACKWELL: two resident, one's products under the other's epilogue
 #       8 warps                           255        113 KB   spills 64
+#       with a bias                       178        112 KB   spills 80 with Triton 3.6 (4 parts 152)
+#     128x128x64, 4 warps, 1 part         168         97 KB   BLACKWELL_WITH_BIAS: 2 stages, for two to be resident
 #     128x256x64, 4 warps, 4 parts        255        208 KB   spills 128 (not flattened 120, 8 parts 96, 8 warps 430, warp-specialised 104)
 #   sm_80, pointers; at most 99 KB, so that sm_86, sm_89 and sm_120 run it too
 #     128x256x32, 4 parts, 5 stages       255         96 KB   ALIGNED
@@ -202,6 +212,7 @@ class Tiling:
 HOPPER = Tiling(128, 256, 64, parts=4, warps=8, stages=4)
 HOPPER_WITH_BIAS = Tiling(128, 256, 64, parts=2, warps=8, stages=3)
 BLACKWELL = Tiling(128, 128, 64, parts=2, warps=4, stages=3, resident=2)
+BLACKWELL_WITH_BIAS = Tiling(128, 128, 64, parts=1, warps=4, stages=2, resident=2)
 ALIGNED = Tiling(128, 256, 32, parts=4, warps=8, stages=5)
 UNALIGNED = Tiling(128, 128, 32, parts=1, warps=8, stages=2)
 INTERPRETER = Tiling(16, 256, 32, parts=2, warps=4, stages=1, group=2)
@@ -218,18 +229,18 @@ def anchored_products(
 ) -> tuple[Tensor, Tensor]:
     """For x = (h W^T + bias) / T and the distances d = min(x - o, 61): the sums over j != y of exp(d) and of exp(d) d, each [n] float32.
 
-    hidden: [n, H], weight: [V, H], both bfloat16 or both float16, rows of any stride. targets: [n] int64, -1 where another process has
-    the target. inverse_temperature, offset: [n] float32. bias: [V] or None.
+    hidden: [n, H], weight: [V, H], both bfloat16, rows of any stride. targets: [n] int64, -1 where another process has the target.
+    inverse_temperature, offset: [n] float32. bias: [V] or None.
     kept: [n, padded] bfloat16 with padded >= V, for exp(d), with 0 at the target and beyond the vocabulary; None: nothing is stored.
 
     Everything is computed in float32 from the float32 accumulators; exp(d) is rounded after it was summed. A logit of -inf counts as
     exp 0, NaN makes its row NaN, and a row whose logits are more than 60 above its offset has sums of at least exp(60).
     """
     tensors = [hidden, weight] if kept is None else [hidden, weight, kept]
-    if any(t.dim() != 2 or t.stride(1) != 1 for t in tensors) or hidden.shape[1] != weight.shape[1] or hidden.dtype != weight.dtype:
+    if any(t.dim() != 2 or t.stride(1) != 1 or t.dtype != torch.bfloat16 for t in tensors) or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
             "a Triton kernel got " + ", ".join(f"{t.dtype} {tuple(t.shape)} with strides {t.stride()}" for t in tensors) + "; it takes "
-            "hidden [n, H], weight [V, H] of one dtype and kept [n, padded], each with last stride 1"
+            "hidden [n, H], weight [V, H] and kept [n, padded], each bfloat16 with last stride 1"
         )
     expect(hidden, (hidden.shape[0],), INDEX, targets=targets)
     expect(hidden, (hidden.shape[0],), FLOAT, inverse_temperature=inverse_temperature, offset=offset)
@@ -238,12 +249,18 @@ def anchored_products(
     if INTERPRETED:
         tiling = INTERPRETER
     elif descriptors and capability >= 100:
-        tiling = BLACKWELL
+        tiling = BLACKWELL if bias is None else BLACKWELL_WITH_BIAS
     elif descriptors:
         tiling = HOPPER if bias is None else HOPPER_WITH_BIAS
     else:
         tiling = ALIGNED if all(_vectorised(t) for t in tensors) else UNALIGNED
-    return _launch(hidden, weight, targets, inverse_temperature, offset, bias, kept, tiling, descriptors=descriptors)
+    try:
+        return _launch(hidden, weight, targets, inverse_temperature, offset, bias, kept, tiling, descriptors=descriptors)
+    except OutOfResources as error:  # raised before anything runs
+        if tiling is UNALIGNED:
+            raise
+        warnings.warn(f"anchored_products uses its smallest tiles, as Triton {triton.__version__} reports: {error}", stacklevel=2)
+    return _launch(hidden, weight, targets, inverse_temperature, offset, bias, kept, UNALIGNED, descriptors=False)
 
 
 def _launch(

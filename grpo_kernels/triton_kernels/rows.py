@@ -205,11 +205,17 @@ def _inside(x, outside, vocabulary, begin, BLOCK: tl.constexpr):
     return x
 
 
-# Of the sizes and strides only WIDTH matters; they would make variants of their own.
+# No variants by the number of rows. Of the sizes and strides only WIDTH matters, and the tensors of one element per row are slices of
+# common buffers, which are aligned where that number happens to be a multiple of 4.
 _SIZES = ["vocabulary", "length", "outer_stride", "inner_stride", "out_outer_stride", "out_inner_stride", "count"]
+_PER_ROW = [
+    "slots", "targets", "inverse_temperature", "statistics", "slopes", "entropy_slopes", "old_logprobs", "ref_logprobs", "advantages",
+    "policy_weights", "entropy_threshold", "shares", "bonus", "values", "flags", "offsets", "log_totals", "target_gradients", "others_out",
+    "weighted_out",
+]  # fmt: skip
 
 
-@triton.jit(do_not_specialize=_SIZES[:4] + _SIZES[6:])
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_PER_ROW)
 def _row_statistics_kernel(
     logits, slots, targets, inverse_temperature, statistics, vocabulary, length, outer_stride, inner_stride, count,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr,
@@ -247,7 +253,7 @@ def row_statistics(logits: Tensor, slots: Tensor, targets: Tensor, inverse_tempe
     return statistics
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_PER_ROW)
 def _row_gradient_kernel(
     logits, out, slots, targets, inverse_temperature, statistics, slopes, entropy_slopes, vocabulary, length, outer_stride, inner_stride,
     out_outer_stride, out_inner_stride, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
@@ -299,7 +305,7 @@ def row_gradient(
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_PER_ROW)
 def _row_loss_kernel(
     logits, out, slots, targets, inverse_temperature, old_logprobs, ref_logprobs, advantages, policy_weights, entropy_threshold, shares,
     bonus, statistics, values, flags, vocabulary, length, outer_stride, inner_stride, out_outer_stride, out_inner_stride, count,
@@ -346,7 +352,8 @@ def _row_loss_kernel(
                 entropy_slope = -tl.load(bonus + slot).to(tl.float32)
             moves = (slope != 0.0) | (entropy_slope != 0.0) | (logp != logp)
             if moves:
-                # In place, the target's logit is overwritten: by one warp, while another could still be about to read it.
+                # In place. All warps have read the row, and used its target's logit, before the barriers inside the reductions; that
+                # these have barriers is Triton's affair, and without one a warp could overwrite what another is about to read.
                 tl.debug_barrier()
                 out_start = out + _row_start(row, length, out_outer_stride, out_inner_stride, WIDTH)
                 _write_gradient(
@@ -405,7 +412,7 @@ def row_loss(
     return statistics, TokenLoss(loss, ratio, kl, flags[0], flags[1], rollout_ratio, weight)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_PER_ROW)
 def _anchor_rows_kernel(
     products, out, targets, inverse_temperature, offsets, bias, softcap, others_out, weighted_out, vocabulary, padded, out_stride,
     BLOCK: tl.constexpr,
@@ -466,13 +473,13 @@ def anchor_rows(
         out = None if store is None else products.view(store)
         with on(products.device):
             _anchor_rows_kernel[(products.shape[0],)](
-                products, out, targets, inverse_temperature, offset, bias, softcap, others, weighted, vocabulary, products.shape[1],
+                products, out, targets, inverse_temperature, offset, bias, _float(softcap), others, weighted, vocabulary, products.shape[1],
                 0 if out is None else out.shape[1], **_shape(products.shape[1]),
             )  # fmt: skip
     return others, weighted
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_PER_ROW)
 def _products_gradient_kernel(
     products, out, targets, inverse_temperature, offsets, log_totals, slopes, entropy_slopes, target_gradients, bias, softcap, vocabulary,
     padded, out_stride, BLOCK: tl.constexpr,
@@ -510,9 +517,14 @@ def products_gradient(
         out = products.view(store)
         with on(products.device):
             _products_gradient_kernel[(products.shape[0],)](
-                products, out, targets, inverse_temperature, offset, log_total, slope, entropy_slope, target_gradient, bias, softcap,
-                vocabulary, products.shape[1], out.shape[1], **_shape(products.shape[1]),
+                products, out, targets, inverse_temperature, offset, log_total, slope, entropy_slope, target_gradient, bias,
+                _float(softcap), vocabulary, products.shape[1], out.shape[1], **_shape(products.shape[1]),
             )  # fmt: skip
+
+
+def _float(softcap: float | None) -> float | None:
+    """Of an int Triton would compile the value in, and a number of numpy's it does not take."""
+    return None if softcap is None else float(softcap)
 
 
 def _expect_rows(logits: Tensor, rows: _Rows, slots: Tensor, targets: Tensor, inverse_temperature: Tensor) -> None:

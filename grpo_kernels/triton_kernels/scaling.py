@@ -12,7 +12,7 @@ from grpo_kernels.triton_kernels.runtime import FUSED, on, stored
 _BLOCK = 4096
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length"], do_not_specialize_on_alignment=["factor"])
 def _scale_kernel(source, out, factor, size, length, outer_stride, inner_stride, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
     scale = tl.load(factor).to(tl.float32)
     # The host would have to wait for the device to look at it: every program looks, and nearly always ends here.
