@@ -39,7 +39,7 @@ def selected_logprobs(
         overwrite_logits: the gradient of the logits is written over the logits, in backward, which saves a tensor of their size. Whatever
             else needs their values in its backward then fails with autograd's error on changed tensors, and never with a wrong gradient.
             Under torch.compile, which plans its memory itself, it does nothing.
-        backend: "auto", "triton" or "torch"; see `backends()`.
+        backend: "auto", "triton" or "torch", which "cpu" is here; see `backends()`.
 
     Returns:
         TokenLogprobs of the targets' shape.
@@ -78,8 +78,10 @@ def grpo_loss(
 ) -> GRPOLoss:
     """`linear_grpo_loss` for trainers that have the logits, [rows, V] or [batch, length, V]: the same result, differentiable in them.
 
-    See there for the arguments and errors, and `selected_logprobs` for `backend` and for `overwrite_logits`, which here gives the logits
-    away: their gradient may take their place in this call already (on a GPU, where the loss and the gradient are one kernel).
+    See there for the arguments and errors, and `selected_logprobs` for `overwrite_logits` and `backend`. On a GPU, where neither
+    `overwrite_logits` nor an objective that looks at more than one token at a time asks for two passes, the loss and its gradient are made
+    by one kernel in this call, which reads the logits once and lets go of them; the gradient then is rounded to their dtype before the
+    upstream factor, so that float16, whose loss scale would come too late, takes two passes as well.
     """
     inputs = LossInputs(
         objective=objective, advantages=advantages, cu_seqlens=cu_seqlens, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs,
@@ -92,10 +94,11 @@ def grpo_loss(
         return compiled_loss(selected.logprobs, selected.entropy, inputs)
     check_logits(logits, targets, overwrite_logits=overwrite_logits)
     rows = LossRows.of(targets, inputs)
-    if has_kernels(logits, backend):
+    # Overwritten in this call, the logits would be gone for whoever reads them before backward, and nobody would say so.
+    if has_kernels(logits, backend) and not overwrite_logits and logits.dtype != torch.float16:
         fused = FusedJob.of(logits, targets, rows, temperature)
         if fused is not None:
-            return GRPOLoss(*_FusedLoss.apply(logits, fused, overwrite_logits))
+            return GRPOLoss(*_FusedLoss.apply(logits, fused, torch.is_grad_enabled() and logits.requires_grad))
     selected = selected_logprobs(
         logits, targets, mask=rows.moves(), temperature=temperature, overwrite_logits=overwrite_logits, backend=backend
     )
@@ -323,10 +326,8 @@ class FusedJob:
 
 class _FusedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, job: FusedJob, overwrite_logits: bool) -> tuple[Tensor, ...]:
-        ctx.gradient = None
-        if ctx.needs_input_grad[0]:
-            ctx.gradient = _gradient_place(logits, overwrite=overwrite_logits)
+    def forward(ctx: Any, logits: Tensor, job: FusedJob, wanted: bool) -> tuple[Tensor, ...]:
+        ctx.gradient = _gradient_place(logits, overwrite=False) if wanted else None
         loss, fields = job.compute(logits, ctx.gradient)
         per_row = tuple(fields[name] for name in PER_ROW)
         ctx.mark_non_differentiable(*per_row)

@@ -18,13 +18,13 @@ from grpo_kernels.linear_loss import linear_grpo_loss
 from grpo_kernels.objective import Objective
 
 
-def tune(width: int, vocabulary: int, *, rows: int = 8192, rounds: int = 5, device: torch.device | None = None) -> dict[str, float]:
-    """Median seconds of the loss with its gradients, bfloat16, for each way; the fastest is remembered.
+def measure(width: int, vocabulary: int, *, rows: int = 8192, rounds: int = 5) -> dict[str, float]:
+    """Median seconds of the loss with its gradients, bfloat16, for each way.
 
     Raises:
-        ValueError: the kernels cannot run on `device`, by default the current GPU; says why.
+        ValueError: the kernels cannot run here; says why.
     """
-    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = _device()
     reason = unavailable(device)
     if reason is not None:
         raise ValueError(f"there is nothing to tune: {reason}")
@@ -50,9 +50,22 @@ def tune(width: int, vocabulary: int, *, rows: int = 8192, rounds: int = 5, devi
         os.environ.pop(selection.OVERRIDE, None)
         if before is not None:
             os.environ[selection.OVERRIDE] = before
-    medians = {choice: median(seconds) for choice, seconds in samples.items()}
-    selection.remember(device, width, vocabulary, min(medians, key=lambda choice: medians[choice]))  # type: ignore[arg-type]
-    return medians
+    return {choice: median(seconds) for choice, seconds in samples.items()}
+
+
+def remember(width: int, vocabulary: int, choice: str) -> None:
+    """For the calls to come, on this device.
+
+    Raises:
+        OSError, RuntimeError: there is no folder to write to.
+    """
+    from grpo_kernels.triton_kernels import selection
+
+    selection.remember(_device(), width, vocabulary, choice)  # type: ignore[arg-type]  # one of those measured
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _now(device: torch.device) -> float:
@@ -70,12 +83,17 @@ def main() -> None:
         if getattr(options, name) < 1:
             parser.error(f"{name} is {getattr(options, name)}; it must be at least 1")
     try:
-        medians = tune(options.width, options.vocabulary)
+        medians = measure(options.width, options.vocabulary)
     except ValueError as error:
         parser.error(str(error))
     for choice, seconds in sorted(medians.items(), key=lambda entry: entry[1]):
         print(f"{choice:10}{1e3 * seconds:10.3f} ms")
-    print(f"head [{options.vocabulary}, {options.width}]: {min(medians, key=lambda choice: medians[choice])} from now on")
+    fastest = min(medians, key=lambda choice: medians[choice])
+    try:
+        remember(options.width, options.vocabulary, fastest)
+    except (OSError, RuntimeError) as error:
+        parser.error(f"it cannot be remembered ({error}); set GRPO_CACHE to a folder that can be written, or GRPO_KERNELS_GEMM1={fastest}")
+    print(f"head [{options.vocabulary}, {options.width}]: {fastest} from now on")
 
 
 if __name__ == "__main__":

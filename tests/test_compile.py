@@ -452,7 +452,7 @@ def sample_inputs() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     logits = (p.hidden @ p.weight.t()).requires_grad_()
     padded = torch.randn(3, 5, 40, generator=torch.Generator().manual_seed(4))[:, :-1]
     batch = p.targets.view(3, 4)
-    saved = ops.selected_logprobs(logits, p.targets, p.mask, HEAT)[2].detach()
+    saved = ops.selected_logprobs(logits, p.targets, p.mask, HEAT, "auto")[2].detach()
     constant = {name: value.detach() if isinstance(value, Tensor) else value for name, value in of_head(p).items()}
     three = {**PLACE, "hidden": p.hidden.view(3, 4, 8).requires_grad_(), "weight": p.weight, "targets": batch, "temperature": HEAT}
     transposed = {"logprobs": now.view(4, 3).t().bfloat16().requires_grad_(), "entropy": now.view(3, 4).neg().requires_grad_()}
@@ -469,11 +469,11 @@ def sample_inputs() -> dict[str, tuple[Any, tuple[Any, ...]]]:
                 softcap=3.0, wanted=[True, False, True],
             ),
         ),
-        "selected_logprobs": (ops.selected_logprobs, (logits, p.targets, p.mask, HEATS)),
-        "selected_logprobs, a slice": (ops.selected_logprobs, (padded.requires_grad_(), batch, None, HEAT)),
+        "selected_logprobs": (ops.selected_logprobs, (logits, p.targets, p.mask, HEATS, "auto")),
+        "selected_logprobs, a slice": (ops.selected_logprobs, (padded.requires_grad_(), batch, None, HEAT, "auto")),
         "selected_logprobs_backward": (
             ops.selected_logprobs_backward,
-            (upstream, upstream.flip(0), logits.detach(), p.targets, p.mask, HEAT, saved),
+            (upstream, upstream.flip(0), logits.detach(), p.targets, p.mask, HEAT, saved, "auto"),
         ),
         "loss": (ops.loss, in_order(ops.loss, logprobs=now.clone().requires_grad_(), entropy=now.neg().requires_grad_(), **of_rows(p))),
         "loss, transposed, bf16": (

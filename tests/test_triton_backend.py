@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import weakref
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,19 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grpo_kernels import Objective, backends, group_advantages, grpo_loss, linear_grpo_loss, linear_logprobs, selected_logprobs
+from grpo_kernels import (
+    LossCounts,
+    Objective,
+    backends,
+    group_advantages,
+    grpo_loss,
+    linear_grpo_loss,
+    linear_logprobs,
+    selected_logprobs,
+    tune,
+)
 from grpo_kernels.backends import select_backend
 from grpo_kernels.backends.triton import TritonBackend
-from grpo_kernels.tune import tune
 from problems import DEVICE, Problem, check_against_float64, fused, leaves, make, reference, relative
 from test_linear_loss import OBJECTIVES
 
@@ -365,6 +375,53 @@ def test_who_saved_overwritten_logits_is_told(call: str) -> None:
         other.backward()
 
 
+def test_without_gradients_the_logits_stay() -> None:
+    p = make_here(10, 16, 60, masked=0.0)
+    for mode in (torch.no_grad, torch.inference_mode):
+        logits = logits_of(p, torch.float32).requires_grad_()
+        before = logits.detach().clone()
+        with mode():
+            result = grpo_loss(logits, p.targets, p.advantages, objective=p.objective, overwrite_logits=True, backend="triton")
+        assert not result.loss.requires_grad
+        assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_two_losses_of_the_same_logits(overwrite: bool) -> None:
+    """And another use after the call: right, or an error, never a wrong gradient."""
+    p = make_here(10, 16, 60, masked=0.0)
+    leaf = logits_of(p, torch.float32).requires_grad_()
+
+    def total(logits: Tensor, backend: str, **more: Any) -> Tensor:
+        losses = [grpo_loss(logits, p.targets, p.advantages, objective=p.objective, backend=backend, **more).loss for _ in range(2)]
+        return losses[0] + losses[1] + logits.square().mean()
+
+    (expected,) = torch.autograd.grad(total(leaf * 1.0, "torch"), leaf)
+    loss = total(leaf * 1.0, "triton", overwrite_logits=overwrite)
+    if overwrite:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    else:
+        assert relative(torch.autograd.grad(loss, leaf)[0], expected) < 1e-6
+
+
+def test_a_loss_scale_reaches_float16_before_it_is_rounded() -> None:
+    """4e-8 and less per entry vanishes in float16; times 65536 it does not."""
+    generator = torch.Generator().manual_seed(0)
+    logits, targets = torch.randn(8, 500, generator=generator).half(), torch.randint(500, (8,), generator=generator)
+    found = {}
+    for backend in ("triton", "torch"):
+        leaf = logits.to(DEVICE).requires_grad_()
+        counts = LossCounts(tokens=8192, sequences=16)
+        result = grpo_loss(
+            leaf, targets.to(DEVICE), torch.ones(8, device=DEVICE), objective=Objective.dapo(), counts=counts, backend=backend
+        )
+        (result.loss * 65536).backward()
+        found[backend] = leaf.grad
+    assert bool((found["triton"] != 0).all())
+    assert relative(found["triton"], found["torch"]) < torch.finfo(torch.float16).eps
+
+
 def test_selected_logprobs_in_every_dtype() -> None:
     p = make_here(20, 16, 130)
     for dtype, bound in ((torch.float32, 1e-6), (torch.bfloat16, 4e-3), (torch.float16, 5e-4)):
@@ -412,23 +469,20 @@ linear_grpo_loss(a, a, torch.zeros(2, dtype=torch.long), torch.ones(2), objectiv
     assert "ValueError: backend 'triton' is not available: the tensors are on the CPU" in run.stderr.splitlines()[-1]
 
 
-def test_import_does_not_load_triton() -> None:
-    """It takes most of a second, and need not be there."""
-    code = """
-import sys, torch
-from grpo_kernels import Objective, backends, linear_grpo_loss
-a = torch.zeros(2, 3, requires_grad=True)
-linear_grpo_loss(a, a, torch.zeros(2, dtype=torch.long), torch.ones(2), objective=Objective.dapo()).loss.backward()
-print("grpo_kernels.triton_kernels" in sys.modules)
-"""
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "False"
-
-
-def test_without_triton_the_others_work() -> None:
-    code = """
-import sys, torch
-sys.modules["triton"] = None  # as where it is not installed
+@pytest.mark.parametrize(
+    ("setup", "reason"),
+    [
+        ("import sys; sys.modules['triton'] = None", "triton cannot be imported"),
+        ("import triton; del triton.knobs", "triton cannot be imported"),
+        ("import grpo_kernels.triton_kernels", "TRITON_INTERPRET was off when triton was imported"),
+    ],
+)
+def test_a_triton_that_does_not_work_is_no_triton(setup: str, reason: str) -> None:
+    code = f"""
+import os, torch
+os.environ.pop("TRITON_INTERPRET", None)
+{setup}
+os.environ["TRITON_INTERPRET"] = "1"
 from grpo_kernels import Objective, backends, linear_grpo_loss
 a = torch.zeros(2, 3, requires_grad=True)
 call = dict(targets=torch.zeros(2, dtype=torch.long), advantages=torch.ones(2), objective=Objective.dapo())
@@ -437,15 +491,31 @@ print(backends()[1].reason)
 linear_grpo_loss(a, a, **call, backend="triton")
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "triton cannot be imported" in run.stdout
-    assert "backend 'triton' is not available: triton cannot be imported" in run.stderr
+    assert reason in run.stdout
+    assert run.stderr.splitlines()[-1].startswith("ValueError: backend 'triton' is not available: ")
+    assert reason in run.stderr
+
+
+def test_import_does_not_load_triton() -> None:
+    """It takes most of a second, and need not be there."""
+    code = """
+import sys, torch
+from grpo_kernels import LossCounts, Objective, backends, linear_grpo_loss
+a = torch.zeros(2, 3, requires_grad=True)
+linear_grpo_loss(a, a, torch.zeros(2, dtype=torch.long), torch.ones(2), objective=Objective.dapo()).loss.backward()
+print("grpo_kernels.triton_kernels" in sys.modules)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "False"
 
 
 @pytest.fixture
-def tuned_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def tuned_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     monkeypatch.setenv("GRPO_CACHE", str(tmp_path))
     monkeypatch.delenv(selection.OVERRIDE, raising=False)
-    return tmp_path / "first_product.json"
+    selection._tuned.cache_clear()
+    yield tmp_path / "first_product.json"
+    selection._tuned.cache_clear()
 
 
 def chosen(width: int, vocabulary: int = 1000) -> str:
@@ -465,26 +535,69 @@ def test_what_was_measured_comes_first_and_the_variable_before_it(tuned_file: Pa
     assert [chosen(576), chosen(8192), chosen(576, 1001)] == ["library", "anchored", "anchored"]
     monkeypatch.setenv(selection.OVERRIDE, "anchored")
     assert chosen(576) == "anchored"
+    monkeypatch.setenv(selection.OVERRIDE, "")
+    assert chosen(576) == "library"
     monkeypatch.setenv(selection.OVERRIDE, "fastest")
     with pytest.raises(ValueError, match="GRPO_KERNELS_GEMM1 is 'fastest'; it must be one of library, anchored"):
         chosen(576)
 
 
-@pytest.mark.parametrize("content", ["{", "[1]", '{"a": "neither"}', ""])
+@pytest.mark.parametrize("content", ["{", "[1]", '{"a": "neither"}', "", "[" * 200000])
 def test_a_broken_file_is_as_good_as_none(tuned_file: Path, content: str) -> None:
     tuned_file.write_text(content)
+    selection._tuned.cache_clear()
     assert chosen(576) == "anchored"
     selection.remember(torch.device(DEVICE), 576, 1000, "library")
     assert chosen(576) == "library"
     assert list(json.loads(tuned_file.read_text()).values()) == ["library"]
+
+
+def test_a_write_that_fails_leaves_the_file_as_it_was(tuned_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    selection.remember(torch.device(DEVICE), 576, 1000, "library")
+    before = tuned_file.read_text()
+    assert tuned_file.stat().st_mode & 0o044, "other users of the folder, other ranks perhaps, must read it too"
+
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(selection.os, "replace", fail)
+    with pytest.raises(KeyboardInterrupt):
+        selection.remember(torch.device(DEVICE), 576, 1000, "anchored")
+    assert tuned_file.read_text() == before
     assert list(tuned_file.parent.iterdir()) == [tuned_file], "a temporary file is left"
 
 
-def test_tune_measures_both_and_remembers_the_faster(tuned_file: Path) -> None:
-    seconds = tune(16, 200, rows=8, rounds=1)
-    assert set(seconds) == set(STRATEGIES)
-    assert min(seconds.values()) > 0
-    assert chosen(16, 200) == min(seconds, key=lambda name: seconds[name])
+def test_no_home_is_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GRPO_CACHE", "XDG_CACHE_HOME", selection.OVERRIDE):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(selection.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("Could not determine home directory.")))
+    selection._tuned.cache_clear()
+    assert chosen(576) == "anchored"
+    selection._tuned.cache_clear()
+
+
+def test_tune_measures_both_and_remembers_the_faster(tuned_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    real = tune.measure
+    monkeypatch.setattr(tune, "measure", lambda width, vocabulary: real(width, vocabulary, rows=8, rounds=1))
+    monkeypatch.setattr(sys, "argv", ["tune", "16", "200"])
+    tune.main()
+    first, second, last = capsys.readouterr().out.splitlines()
+    assert {first.split()[0], second.split()[0]} == set(STRATEGIES)
+    assert 0 < float(first.split()[1]) <= float(second.split()[1])
+    assert last == f"head [200, 16]: {first.split()[0]} from now on"
+    assert chosen(16, 200) == first.split()[0]
+
+
+def test_tune_that_cannot_write_says_what_it_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("GRPO_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(tune, "measure", lambda width, vocabulary: {"library": 0.2, "anchored": 0.1})
+    monkeypatch.setattr(sys, "argv", ["tune", "16", "200"])
+    with pytest.raises(SystemExit):
+        tune.main()
+    output = capsys.readouterr()
+    assert output.out.splitlines()[0].split() == ["anchored", "100.000", "ms"]
+    assert "set GRPO_CACHE to a folder that can be written, or GRPO_KERNELS_GEMM1=anchored" in output.err
 
 
 def test_the_strategies_take_the_way_they_name(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:

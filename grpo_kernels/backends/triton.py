@@ -27,7 +27,7 @@ def kernels() -> Any:
     one before 3.6 may lack what they use. Not imported before it is needed, which takes most of a second."""
     try:
         return importlib.import_module("grpo_kernels.triton_kernels")
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # a broken installation raises what it likes, and must not take torch's way down with it
         return error
 
 
@@ -35,13 +35,14 @@ def unavailable(device: torch.device) -> str | None:
     """Why the kernels cannot run on `device`, or None."""
     if device.type not in ("cuda", "cpu") or torch.version.hip is not None:
         return f"its kernels are for NVIDIA GPUs, the tensors are on {device}"
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if device.type == "cpu" and not interpreted:
+    if device.type == "cpu" and "TRITON_INTERPRET" not in os.environ:
         return "the tensors are on the CPU; there it runs only in Triton's interpreter, for tests (TRITON_INTERPRET=1)"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         return f"{torch.cuda.get_device_name(device)} has no bfloat16 units; compute capability 8.0 or newer is needed"
     if isinstance(kernels(), Exception):
         return f"triton cannot be imported ({kernels()}); 3.6 or newer is needed"
+    if device.type == "cpu" and not kernels().INTERPRETED:
+        return "the tensors are on the CPU, and TRITON_INTERPRET was off when triton was imported"
     return None
 
 

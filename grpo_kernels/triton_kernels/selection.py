@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Literal, get_args
@@ -37,13 +36,13 @@ def first_product(device: torch.device, width: int, vocabulary: int, *, stores: 
         ValueError: the environment variable holds something else.
     """
     override = os.environ.get(OVERRIDE)
-    if override is not None:
+    if override:
         if override not in get_args(FirstProduct):
             raise ValueError(f"{OVERRIDE} is {override!r}; it must be one of {', '.join(get_args(FirstProduct))}")
         return override  # type: ignore[return-value]  # checked above
     if not stores:
         return "anchored"
-    measured = _tuned(cache_file()).get(_key(device, width, vocabulary))
+    measured = _tuned().get(_key(device, width, vocabulary))
     if measured is not None:
         return measured
     known = (width_ for name, width_ in LIBRARY_FROM.items() if name in _name(device))
@@ -57,22 +56,36 @@ def cache_file() -> Path:
 
 
 def remember(device: torch.device, width: int, vocabulary: int, choice: FirstProduct) -> None:
-    """Adds to the file, which is replaced as a whole: a reader or a killed process never sees half of it."""
+    """Adds to the file, which is replaced as a whole: a reader or a killed process never sees half of it.
+
+    Raises:
+        OSError: the folder cannot be made or written.
+    """
     path = cache_file()
     path.parent.mkdir(parents=True, exist_ok=True)
-    entries = {**_tuned.__wrapped__(path), _key(device, width, vocabulary): choice}
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json", delete=False) as file:
-        json.dump(entries, file, indent=1, sort_keys=True)
-    os.replace(file.name, path)
+    entries = {**_read(path), _key(device, width, vocabulary): choice}
+    new = path.with_suffix(f".{os.getpid()}.new")
+    try:
+        new.write_text(json.dumps(entries, indent=1, sort_keys=True))
+        os.replace(new, path)
+    finally:
+        new.unlink(missing_ok=True)
     _tuned.cache_clear()
 
 
 @cache
-def _tuned(path: Path) -> dict[str, FirstProduct]:
+def _tuned() -> dict[str, FirstProduct]:
+    try:
+        return _read(cache_file())
+    except RuntimeError:  # of Path.home(): there is none
+        return {}
+
+
+def _read(path: Path) -> dict[str, FirstProduct]:
     """A file that cannot be read, or says something else, is as good as none."""
     try:
         entries = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     known = get_args(FirstProduct)
     return {key: value for key, value in entries.items() if value in known} if isinstance(entries, dict) else {}
