@@ -18,11 +18,20 @@ from grpo_kernels import Objective, TokenBatch, group_advantages, grpo_loss, lin
 from grpo_kernels.reference import reference_grpo_loss, reference_logprobs
 from grpo_kernels.token_batch import TokenLoss
 from grpo_kernels.triton_kernels import advantages, anchored_gemm, objective, rows
+from grpo_kernels.triton_kernels import targets as target_rows
 
 BACKEND = "triton"
+# Upper bounds of what a case holds at a time, per weight and per logit: the weight in float64, its gradient and what is added to that,
+# beside the case's own and ours; the logits in float64 in a dozen versions.
+BYTES_PER_WEIGHT, BYTES_PER_LOGIT = 36, 100
 PIECE = 64  # rows whose float64 logits are there at a time
 OBJECTIVES = {"dapo + kl": Objective.dapo(kl_coef=0.04), "dapo + entropy": Objective.dapo(entropy_coef=0.01)}
 Shape = tuple[int, int, int]  # N, H, V
+
+
+def bytes_needed(shape: Shape) -> int:
+    N, H, V = shape
+    return BYTES_PER_WEIGHT * V * H + BYTES_PER_LOGIT * N * V
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -357,6 +366,21 @@ def check_products(judge: Judge, case: Case) -> None:
             if kept is not None and kept.shape[1] > V:
                 zeros = kept.new_zeros(1)
                 judge.absolute("anchored_products: padding", kept[:, V:], zeros, zeros)
+
+
+def check_targets(judge: Judge, case: Case) -> None:
+    """What is made of the targets' rows of the weight."""
+    g = torch.Generator(case.hidden.device).manual_seed(3)
+    others, scale = torch.randn(2, case.hidden.shape[0], generator=g, device=case.hidden.device).unbind()
+    sums = torch.randn(case.hidden.shape, generator=g, device=case.hidden.device)
+    both = [(case.hidden.to(dtype), case.weight[case.targets].to(dtype)) for dtype in (torch.float64, torch.float32)]
+
+    found = target_rows.target_products(case.hidden, case.weight, case.targets, None)
+    exact, torchs = ((h * w).sum(1)[None] for h, w in both)
+    judge.relative("target_products", found[None], exact, torchs, stored=torch.float32)
+
+    exact, torchs = (scale[:, None].to(w) * (sums.to(w) - others[:, None].to(w) * w) for _, w in both)
+    judge.relative("hidden_gradient", target_rows.hidden_gradient(sums, case.weight, case.targets, others, scale), exact, torchs)
 
 
 def check_tokens(judge: Judge, case: Case, goal: Objective) -> None:

@@ -5,7 +5,8 @@
 
 N tokens go in chunks of n rows through a head of V words and width H. Every step of a chunk moves bytes and does operations, and takes the
 longer of the two times: bytes at the rate of a device copy, operations at the rate of the library's GEMM, or of ours. Steps follow one
-another; nothing is hidden behind anything else. Logits are [n, V] of 4 bytes from the library's GEMM and of 2 as exponentials.
+another; nothing is hidden behind anything else. Logits are [n, V] of 4 bytes from the library's GEMM and of 2 as exponentials. Before
+the first step the device waits for the host.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ CUBLAS_SHARE = 728 / 989
 COPY_SHARE = 0.9
 # Assumed: Triton's plain-pipelined GEMM reaches 80 to 95 % of the library's.
 TRITON_SHARE = 0.85
+# Estimated, 0.4 to 0.7, from some 80 operations of torch (counted on a CPU) of 5 to 9 us each: what a caller who waits for the result waits
+# for before the first product runs. Later the host is ahead of the device.
+HOST_MS = 0.5
 COLUMN_TILE = 128  # of the anchored GEMM: one partial sum of each kind per row and tile
+ROWS_AT_ONCE = 2  # of the row kernel per multiprocessor: programs of 16 warps with 52 to 64 registers a thread
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,10 @@ class Device:
     bandwidth: float
     l2: float
     multiprocessors: int
+
+    def __str__(self) -> str:
+        rates = f"{self.flops / 1e12:.0f} TFLOP/s, {self.bandwidth / 1e12:.2f} TB/s, {self.l2 / 1e6:.0f} MB of L2"
+        return f"{self.name} ({rates}, {self.multiprocessors} multiprocessors)"
 
     @property
     def gemm(self) -> float:
@@ -57,7 +66,8 @@ DEVICES = (H100, H200, A100)
 
 
 def device_named(name: str) -> Device | None:
-    """The model's device for what CUDA calls it, such as "NVIDIA H100 80GB HBM3"; None: not one of them."""
+    """The model's device for what CUDA calls it, such as "NVIDIA H100 80GB HBM3"; None: not one of them. By a part of the name, so that
+    a GH200 and an H100 PCIe are taken for an H200 and an H100: who uses it says which was taken."""
     return next((device for device in DEVICES if device.name in name), None)
 
 
@@ -74,12 +84,15 @@ class Step:
 
 @dataclass(frozen=True)
 class Prediction:
+    """host: milliseconds before the first step, in which the device has nothing to do."""
+
     steps: tuple[Step, ...]
     device: Device
+    host: float = 0.0
 
     @property
     def milliseconds(self) -> float:
-        return sum(step.milliseconds(self.device) for step in self.steps)
+        return self.host + sum(step.milliseconds(self.device) for step in self.steps)
 
     @property
     def bytes(self) -> float:
@@ -99,9 +112,9 @@ def padded(vocabulary: int) -> int:
 
 
 def row_kernel_bytes(rows: int, vocabulary: int, itemsize: int, device: Device, *, reads: int, writes: int) -> float:
-    """Of a kernel that goes over each row `reads` times in one program. After the first time a row comes from the L2 cache where those of
-    all multiprocessors, one each, fit there."""
-    fits = device.multiprocessors * vocabulary * itemsize <= device.l2
+    """Of a kernel that goes over each row `reads` times in one program, the second time backwards. Of each row in work about half, what
+    is read and not yet read again, must be in the L2 cache: where that fits, only the first time is one of memory."""
+    fits = ROWS_AT_ONCE * device.multiprocessors * vocabulary * itemsize / 2 <= device.l2
     return rows * vocabulary * itemsize * ((1 if fits else reads) + writes)
 
 
@@ -113,8 +126,9 @@ def anchor_rows_bytes(rows: int, vocabulary: int, stored: int) -> float:
 # The steps of a chunk of n rows.
 
 
-def target_logits(n: int, H: int) -> Step:
-    return Step("target logits", bytes=4.0 * n * H, flops=2.0 * n * H)  # h and the rows W[y]
+def target_products(n: int, H: int) -> Step:
+    # The chunk's rows of h are gathered, 2 + 2; then one read of each and of its row of W.
+    return Step("h of the chunk, target products", bytes=(2.0 + 2.0 + 2.0 + 2.0) * n * H, flops=2.0 * n * H)
 
 
 def logits_steps(strategy: Strategy, n: int, H: int, V: int, *, keep: bool) -> list[Step]:
@@ -129,15 +143,21 @@ def logits_steps(strategy: Strategy, n: int, H: int, V: int, *, keep: bool) -> l
     return [Step("anchored GEMM 1", operands + sums + (2.0 * n * V if keep else 0.0), flops, TRITON_SHARE)]
 
 
-def gradient_steps(n: int, H: int, V: int, *, first: bool, only: bool = False) -> list[Step]:
-    """GEMM 2 and 3 from bfloat16 exponentials. dW is float32, written by the first chunk, read and written by the others; where there is
-    `only` one chunk, nothing is added up, and it is bfloat16."""
-    exponentials, flops = 2.0 * n * V, 2.0 * n * H * V
+def weight_gradient(n: int, H: int, V: int, *, first: bool, only: bool = False) -> Step:
+    """dW is float32, written by the first chunk, read and written by the others; where there is `only` one chunk, nothing is added up,
+    and it is bfloat16."""
     per_weight = 2.0 if only else 4.0 if first else 8.0
+    return Step("GEMM 3, dW += E' (a h)", 2.0 * n * V + 2.0 * n * H + per_weight * V * H, 2.0 * n * H * V)
+
+
+def gradient_steps(n: int, H: int, V: int, *, first: bool, only: bool = False) -> list[Step]:
+    """GEMM 2 and 3 from bfloat16 exponentials, and what is [n, H] around them."""
     return [
-        Step("GEMM 2, dh = E W", exponentials + 2.0 * V * H + 4.0 * n * H, flops),
-        Step("row scales of h and dh", (2.0 + 2.0 + 4.0 + 4.0 + 2.0) * n * H),  # a h; dh less its target's row, scaled
-        Step("GEMM 3, dW += E' (a h)", exponentials + 2.0 * n * H + per_weight * V * H, flops),
+        Step("GEMM 2, sums = E W", 2.0 * n * V + 2.0 * V * H + 4.0 * n * H, 2.0 * n * H * V),
+        Step("scaled h", (2.0 + 2.0) * n * H),
+        weight_gradient(n, H, V, first=first, only=only),
+        # The float32 sums read and written over, and the targets' rows of W; then copied to their places in a dh that was cleared.
+        Step("gradient of h, to its place", (4.0 + 4.0 + 2.0 + 4.0 + 4.0 + 4.0) * n * H),
     ]
 
 
@@ -148,19 +168,19 @@ def chunks(N: int, most: int) -> list[int]:
 
 def forward(strategy: Strategy, N: int, H: int, V: int, chunk: int, device: Device) -> Prediction:
     """Log-probabilities and entropies alone: `linear_logprobs` without gradients."""
-    parts = ([target_logits(n, H), *logits_steps(strategy, n, H, V, keep=False)] for n in chunks(N, chunk))
+    parts = ([target_products(n, H), *logits_steps(strategy, n, H, V, keep=False)] for n in chunks(N, chunk))
     return Prediction(tuple(step for part in parts for step in part), device)
 
 
 def loss(strategy: Strategy, N: int, H: int, V: int, chunk: int, device: Device) -> Prediction:
-    """Loss and both gradients: `linear_grpo_loss` forward and backward."""
+    """Loss and both gradients: `linear_grpo_loss` forward and backward, for a caller who waits for them."""
     steps: list[Step] = []
     only = chunk >= N
     for i, n in enumerate(chunks(N, chunk)):
-        steps += [target_logits(n, H), *logits_steps(strategy, n, H, V, keep=True), *gradient_steps(n, H, V, first=i == 0, only=only)]
-    if not only:  # which is bfloat16 already, and the upstream gradient is 1
-        steps.append(Step("dW to bfloat16", 6.0 * V * H))
-    return Prediction(tuple(steps), device)
+        steps += [target_products(n, H), *logits_steps(strategy, n, H, V, keep=True), *gradient_steps(n, H, V, first=i == 0, only=only)]
+    # Of one chunk dW is bfloat16 already, and the upstream gradient is 1.
+    steps.append(Step("dh and dW to bfloat16", 6.0 * N * H + (0.0 if only else 6.0) * V * H))
+    return Prediction(tuple(steps), device, HOST_MS)
 
 
 def floor(N: int, H: int, V: int, device: Device, *, products: int = 3, at_peak: bool = False) -> float:
@@ -178,12 +198,13 @@ class Memory:
 
 
 def memory(strategy: Strategy, N: int, H: int, V: int, chunk: int) -> Memory:
-    """Of the loss: the chunk's logits beside dW and dh in float32; in backward, when the logits are gone, dW and dh beside their roundings.
-    Of one chunk dW is bfloat16 from the start."""
-    workspace = min(N, chunk) * padded(V) * (4.0 if strategy == "library" else 2.0)
-    gradients, only = 2.0 * (N + V) * H, chunk >= N
+    """Of the loss: a chunk's logits, its rows of h, their scaled copy and their float32 gradient, beside dW and dh in float32; in
+    backward, when all of the chunk is gone, dW and dh beside their roundings. Of one chunk dW is bfloat16 from the start."""
+    n, only = max(chunks(N, chunk)), chunk >= N
+    workspace = n * padded(V) * (4.0 if strategy == "library" else 2.0)
+    gradients = 2.0 * (N + V) * H
     accumulators = 4.0 * N * H + (2.0 if only else 4.0) * V * H
-    peak = max(workspace + accumulators, accumulators + (2.0 * N * H if only else gradients))
+    peak = max(workspace + (2.0 + 2.0 + 4.0) * n * H + accumulators, accumulators + (2.0 * N * H if only else gradients))
     return Memory(workspace, peak, peak - gradients)
 
 
@@ -208,11 +229,12 @@ def wave_efficiency(rows: int, columns: int, device: Device) -> float:
 SHAPES = ((32768, 4096, 151936), (16384, 2048, 151936), (4096, 4096, 131072))
 
 
-def chunk_rows(strategy: Strategy, N: int, H: int, V: int) -> int:
+def chunk_rows(strategy: Strategy, N: int, H: int, V: int, *, weight_gradient: bool = True) -> int:
     """Rows of a chunk, as the backend chooses them (`grpo_kernels/backends/triton.py`): as many as fit 1.25 GiB, or all."""
+    saved = 4 * V * H if weight_gradient else 0
     per_row = (4 if strategy == "library" else 2) * V
     fitting = min(4096, max(1024, (5 << 28) // per_row // 256 * 256))
-    return N if N <= 4096 and N * per_row <= (5 << 28) + 4 * V * H else fitting
+    return N if N <= 4096 and N * per_row <= (5 << 28) + saved else fitting
 
 
 BEGIN, END = "<!-- traffic_model.py: begin -->", "<!-- traffic_model.py: end -->"
@@ -230,7 +252,7 @@ def _table(title: str, header: list[str], rows: Iterable[list[str]]) -> str:
 
 def _steps(N: int, H: int, V: int) -> str:
     n = min(N, 4096)
-    steps = [target_logits(n, H)]
+    steps = [target_products(n, H)]
     for strategy in STRATEGIES:
         steps += logits_steps(strategy, n, H, V, keep=True)
     steps += gradient_steps(n, H, V, first=False, only=n == N)
@@ -245,7 +267,8 @@ def _whole(N: int, H: int, V: int) -> str:
     rows.append(["3 GEMMs at the library's rate: the floor", "", f"{bare:.1f}", "1.000", "", f"{bare / 3:.1f}", ""])
     for strategy in STRATEGIES:
         n = chunk_rows(strategy, N, H, V)
-        whole, alone = loss(strategy, N, H, V, n, H100), forward(strategy, N, H, V, n, H100)
+        whole = loss(strategy, N, H, V, n, H100)
+        alone = forward(strategy, N, H, V, chunk_rows(strategy, N, H, V, weight_gradient=False), H100)
         times = [f"{whole.milliseconds:.1f}", f"{whole.milliseconds / bare:.3f}", f"{whole.bytes / 1e9:.0f}", f"{alone.milliseconds:.1f}"]
         rows.append([strategy, str(n), *times, f"{memory(strategy, N, H, V, n).over_gradients / 1e9:.2f}"])
     rows.append(["4 GEMMs, which recomputation needs", "", f"{floor(N, H, V, H100, products=4):.1f}", f"{4 / 3:.3f}", "", "", ""])
@@ -262,9 +285,7 @@ def _given_logits(rows: int, V: int) -> str:
             table.append([f"{name}, {dtype}", f"{(reads + writes) * itemsize}", *times])
     anchored = anchor_rows_bytes(rows, V, 2)
     table.append(["float32 products to bf16 exponentials, in place", "6", *(f"{1e3 * anchored / d.copy:.2f}" for d in DEVICES)])
-    title = (
-        f"**The row kernels on logits [{rows}, {V}]**, in ms. A second read is from the L2 cache where the rows of all programs fit there:"
-    )
+    title = f"**The row kernels on logits [{rows}, {V}]**, in ms. A second read is from L2 where half the rows of all programs fit it:"
     return _table(title, ["kernel", "bytes per logit", *(device.name for device in DEVICES)], table)
 
 
@@ -280,7 +301,7 @@ def _break_even() -> str:
 def _chunk_rows() -> str:
     widths, rows = (1024, 2048, 4096), []
     for n in (512, 1024, 2048, 4096, 8192):
-        step = gradient_steps(n, 4096, 151936, first=False)[-1]
+        step = weight_gradient(n, 4096, 151936, first=False)
         traffic = (step.bytes / H100.copy) / (step.flops / H100.gemm)
         rows.append([str(n), f"{traffic:.2f}", *(f"{wave_efficiency(n, H, H100):.0%}" for H in widths)])
     title = (

@@ -29,6 +29,7 @@ from grpo_kernels import (
 )
 from grpo_kernels.backends import select_backend
 from grpo_kernels.backends.triton import TritonBackend
+from grpo_kernels.head import Head, VocabularySlice
 from problems import DEVICE, Problem, check_against_float64, fused, leaves, make, reference, relative
 from test_linear_loss import OBJECTIVES
 
@@ -260,8 +261,6 @@ def test_nothing_waits_for_the_device_between_products(monkeypatch: pytest.Monke
 
 def test_rows_per_chunk(strategy: str) -> None:
     """All at once where that takes no more than float32 sums of the weight's gradient would, else what fits the workspace."""
-    from grpo_kernels.head import Head
-
     backend = TritonBackend(torch.device(DEVICE))
     wide, narrow = (Head(torch.empty(151936, width, dtype=torch.bfloat16, device="meta")) for width in (4096, 64))
 
@@ -277,6 +276,9 @@ def test_rows_per_chunk(strategy: str) -> None:
     huge = Head(torch.empty(2_000_000, 1, dtype=torch.bfloat16, device="meta"))
     assert rows(huge, 10**6, "distances") == 1024
     assert rows(huge, 0) == 1
+    # Of a split vocabulary all processes take the same chunks, whatever their way.
+    part = VocabularySlice(group=None, first=0, total=303872, largest=151936)
+    assert rows(replace(wide, slice=part), 5000) == 2048
 
 
 def test_no_workspace_is_kept_until_backward(strategy: str) -> None:

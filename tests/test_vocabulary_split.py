@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_kernels import Objective, backends, linear_grpo_loss, linear_logprobs
+from grpo_kernels.backends.triton import unavailable
 from problems import Problem, leaves, make, relative
 from processes import in_processes
 
@@ -62,6 +64,9 @@ NAMES = [
     "without old", "several chunks and tiles", "bfloat16", "bfloat16, softcap", "float64", "unlikely", "unlikely, softcap",
     "nothing counts", "no rows",
 ]  # fmt: skip
+
+
+IN_INTERPRETER = ["bias and softcap", "bfloat16", "unlikely"]
 
 
 def _splits(count: int, vocabulary: int) -> list[list[int]]:
@@ -128,12 +133,28 @@ def _work() -> Work:
     return answers
 
 
+def _triton_work() -> Work:
+    answers: Work = {}
+    for name in IN_INTERPRETER:
+        part = _slice(_problem(name), 0)
+        # Each its own way to the first product, as where only one of them was tuned: the chunks must be the same.
+        os.environ["GRPO_KERNELS_GEMM1"] = ("library", "anchored")[dist.get_rank()]
+        answers["loss", name] = _loss(part, dist.group.WORLD, "triton")
+        answers["logprobs", name] = _logprobs(part, dist.group.WORLD, "triton")
+    return answers
+
+
+@pytest.fixture(scope="module")
+def triton_run() -> list[Work]:
+    return in_processes(2, _triton_work, seconds=300)
+
+
 @pytest.fixture(scope="module", params=[2, 3])
 def run(request: pytest.FixtureRequest) -> list[Work]:
     return in_processes(request.param, _work)
 
 
-def _check(got: list[Answers], expected: Answers, dtype: torch.dtype) -> None:
+def _check(got: list[Answers], expected: Answers, dtype: torch.dtype, bfloat16_tolerance: float = 1e-3) -> None:
     """Whole on every process but for the gradients of weight and bias, whose slices make up the whole."""
     for name, exact in expected.items():
         shares = [answers[name] for answers in got]
@@ -144,7 +165,7 @@ def _check(got: list[Answers], expected: Answers, dtype: torch.dtype) -> None:
         assert len(tensors) == len(got), name
         whole = [torch.cat(tensors)] if name in ("weight gradient", "bias gradient") else tensors
         # A gradient is rounded to the parameter's dtype at the end, where another order of the sums may tip it.
-        tolerance = 1e-3 if name.endswith("gradient") and dtype == torch.bfloat16 else 2e-6
+        tolerance = bfloat16_tolerance if name.endswith("gradient") and dtype == torch.bfloat16 else 2e-6
         for value in whole:
             assert value.dtype == exact.dtype
             assert value.shape == exact.shape
@@ -162,6 +183,16 @@ def test_split_vocabulary_gives_the_result_of_a_whole_one(backend: str, name: st
     expected = _loss(p, None, backend) if call == "loss" else _logprobs(p, None, backend)
     for split in range(2):
         _check([work[backend, call, name, str(split)] for work in run], expected, p.hidden.dtype)
+
+
+@pytest.mark.skipif(unavailable(torch.device("cpu")) is not None, reason="kernels run on CPU tensors in Triton's interpreter only")
+@pytest.mark.parametrize("call", ["loss", "logprobs"])
+@pytest.mark.parametrize("name", IN_INTERPRETER)
+def test_split_vocabulary_on_tritons_kernels(name: str, call: str, triton_run: list[Work]) -> None:
+    """Of bfloat16, E and the row scales are rounded before the products: to 2^-9, and by other sums than the whole's."""
+    p = _problem(name)
+    expected = _loss(p, None, "torch") if call == "loss" else _logprobs(p, None, "torch")
+    _check([work[call, name] for work in triton_run], expected, p.hidden.dtype, bfloat16_tolerance=5e-3)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -56,8 +56,13 @@ class TritonBackend(TorchBackend):
 
     def rows_per_chunk(self, head: Head, rows: int, keep: Keep, *, weight_gradient: bool) -> int:
         """As many as fit the workspace, and at least 1024, for the weight's gradient to be worth its traffic. All at once, where that
-        takes no more memory than the float32 sums of the weight's gradient, which then are not needed."""
-        per_row = (2 if self._anchors(head, keep, stores=True) else 4) * head.largest_slice
+        takes no more memory than the float32 sums of the weight's gradient, which then are not needed.
+
+        Processes that share a vocabulary must take the same chunks, whichever way each of them, with its size, settings and measurements,
+        makes the first product.
+        """
+        halved = head.slice is None and self._anchors(head, keep, stores=True)
+        per_row = (2 if halved else 4) * head.largest_slice
         fitting = int(min(_MOST_ROWS, max(1024, _WORKSPACE_BYTES // per_row // 256 * 256)))
         saved = 4 * head.largest_slice * head.weight.shape[1] if weight_gradient else 0
         return max(rows, 1) if rows <= _MOST_ROWS and rows * per_row <= _WORKSPACE_BYTES + saved else fitting
