@@ -2,7 +2,7 @@
 
     python benchmarks/compiled_kernels.py             # prints the table
     python benchmarks/compiled_kernels.py --update    # writes docs/compiled_kernels.md
-    python benchmarks/compiled_kernels.py --check     # names every cell of the file that differs, and exits with 1
+    python benchmarks/compiled_kernels.py --check     # says that all is as in the file, or names every cell that differs and exits with 1
 
 All three compile every case (in Triton's usual cache, whose keys are the sources and the compiler's version), and exit with 1 if a kernel
 is out of bounds, see `violations`. The launchers themselves run, on CPU tensors of real sizes that nobody touches: so dtypes, divisibility
@@ -40,10 +40,12 @@ from grpo_kernels.triton_kernels.advantages import group_advantages_of
 from grpo_kernels.triton_kernels.anchored_gemm import anchored_products
 from grpo_kernels.triton_kernels.objective import token_objective
 from grpo_kernels.triton_kernels.rows import anchor_rows, products_gradient, row_gradient, row_loss, row_statistics
-from grpo_kernels.triton_kernels.runtime import TARGETS, assuming
+from grpo_kernels.triton_kernels.runtime import INTERPRETED, TARGETS, assuming
 from grpo_kernels.triton_kernels.scaling import scaled
+from grpo_kernels.triton_kernels.targets import hidden_gradient, target_products
 
 FILE = Path(__file__).parents[1] / "docs" / "compiled_kernels.md"
+SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes that one program may use
 TENSOR_CORES = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
 # 256 bits: on a B200 only. LDGSTS (cp.async) loads to shared memory.
 WIDE_LOADS, WIDE_STORES = "LDG.128", "STG.128"
@@ -104,7 +106,7 @@ COLUMNS: dict[str, tuple[Callable[[Compiled], object], str]] = {
     "spills": (lambda c: c.counts["LDL"] + c.counts["STL"], "LDL and STL instructions, the traffic of spilled registers; must be 0"),
     "shared": (
         lambda c: c.shared,
-        f"bytes of shared memory of a program; at most {', '.join(f'{target.shared_memory} on sm_{sm}' for sm, target in TARGETS.items())}",
+        f"bytes of shared memory of a program; at most {', '.join(f'{limit} on sm_{sm}' for sm, limit in SHARED_MEMORY.items())}",
     ),
     "tensor cores": (
         lambda c: f"{c.counts[TENSOR_CORES[c.capability]]} {TENSOR_CORES[c.capability]}" if c.multiplies else "",
@@ -123,6 +125,7 @@ Table = dict[tuple[str, ...], dict[str, str]]  # the naming cells -> column -> c
 N, WIDTH, VOCABULARY = 4096, 4096, 151936  # of Qwen3-8B; a multiple of 64
 
 
+# Tensors of one element per row are slices of common buffers, as in a learner's step: not all aligned, unless n is a multiple of 4.
 def float32(*shape: int) -> Tensor:
     return torch.empty(shape)
 
@@ -140,33 +143,50 @@ def int64(*shape: int) -> Tensor:
 
 
 def statistics_of(logits: Tensor) -> None:
-    row_statistics(logits, int64(N), int64(N), float32(N))
+    slots, targets = int64(2, len(logits))
+    row_statistics(logits, slots, targets, float32(len(logits)))
 
 
 def gradient_of(logits: Tensor) -> None:
-    row_gradient(logits, int64(N), int64(N), float32(N), float32(5, N), float32(N), float32(N), logits)
+    slots, targets = int64(2, len(logits))
+    inverse, slope, entropy_slope = float32(3, len(logits))
+    row_gradient(logits, slots, targets, inverse, float32(5, len(logits)), slope, entropy_slope, logits)
 
 
 def loss_of(logits: Tensor, objective: Objective) -> None:
+    slots, targets = int64(2, len(logits))
+    inverse, advantages, weight, old, ref = float32(5, len(logits))
+    shares, bonus = float64(2, len(logits))
     row_loss(
-        logits, int64(N), int64(N), float32(N), objective, advantages=float32(N), policy_weight=float32(N), old_logprobs=float32(N),
-        ref_logprobs=float32(N), entropy_threshold=None, shares=float64(N), bonus=float64(N), out=logits,
+        logits, slots, targets, inverse, objective, advantages=advantages, policy_weight=weight, old_logprobs=old, ref_logprobs=ref,
+        entropy_threshold=None, shares=shares, bonus=bonus, out=logits,
     )  # fmt: skip
 
 
-def anchor(store: torch.dtype | None) -> None:
-    anchor_rows(float32(N, VOCABULARY), VOCABULARY, int64(N), float32(N), float32(N), bias=None, softcap=None, store=store)
+def anchor(n: int, store: torch.dtype | None) -> None:
+    inverse, offset = float32(2, n)
+    anchor_rows(float32(n, VOCABULARY), VOCABULARY, int64(n), inverse, offset, bias=None, softcap=None, store=store)
 
 
-def slopes_of_products(softcap: float | None) -> None:
-    rows = [float32(N) for _ in range(6)]
-    products_gradient(float32(N, VOCABULARY), VOCABULARY, int64(N), *rows, bias=None, softcap=softcap, store=torch.bfloat16)
+def slopes_of_products(n: int, softcap: float | None) -> None:
+    rows = float32(6, n)
+    products_gradient(float32(n, VOCABULARY), VOCABULARY, int64(n), *rows, bias=None, softcap=softcap, store=torch.bfloat16)
 
 
-def products_of(width: int, vocabulary: int, *, stored: bool, bias: bool = False) -> None:
-    kept = bfloat16(N, -(-vocabulary // 64) * 64) if stored else None
-    hidden, weight = bfloat16(N, width), bfloat16(vocabulary, width)
-    anchored_products(hidden, weight, int64(N), float32(N), float32(N), bfloat16(vocabulary) if bias else None, kept)
+def products_of(n: int, width: int, vocabulary: int, *, stored: bool, bias: bool = False) -> None:
+    kept = bfloat16(n, -(-vocabulary // 64) * 64) if stored else None
+    inverse, offset = float32(2, n)
+    hidden, weight = bfloat16(n, width), bfloat16(vocabulary, width)
+    anchored_products(hidden, weight, int64(n), inverse, offset, bfloat16(vocabulary) if bias else None, kept)
+
+
+def at_targets(n: int) -> None:
+    target_products(bfloat16(n, WIDTH), bfloat16(VOCABULARY, WIDTH), int64(n), None)
+
+
+def gradient_of_hidden(n: int) -> None:
+    others, scale = float32(2, n)
+    hidden_gradient(float32(n, WIDTH), bfloat16(VOCABULARY, WIDTH), int64(n), others, scale)
 
 
 def scale(dtype: torch.dtype) -> None:
@@ -183,25 +203,26 @@ def tokens(n: int, objective: Objective) -> None:
     token_objective(objective, batch, float64(n))
 
 
-def cases() -> list[Case]:
+def cases(n: int = N) -> list[Case]:
+    """With n rows, where a launcher takes rows."""
     dapo = Objective.dapo(kl="k3", kl_coef=0.01)
     loads, both = (WIDE_LOADS,), (WIDE_LOADS, WIDE_STORES)
     return [
-        Case("row_statistics", "bf16, V 151936", lambda: statistics_of(bfloat16(N, VOCABULARY)), loads),
-        Case("row_statistics", "float32, V 151936", lambda: statistics_of(float32(N, VOCABULARY)), loads),
-        Case("row_gradient", "bf16 in place, V 151936", lambda: gradient_of(bfloat16(N, VOCABULARY)), both),
-        Case("row_loss", "bf16 in place, V 151936, DAPO with KL", lambda: loss_of(bfloat16(N, VOCABULARY), dapo), both),
-        Case("row_loss", "float32 in place, V 151936, DAPO with KL", lambda: loss_of(float32(N, VOCABULARY), dapo), both),
-        Case("row_loss", "bf16 in place, V 50257, DAPO with KL", lambda: loss_of(bfloat16(N, 50257), dapo)),
-        Case("anchor_rows", "V 151936, stored in bf16", lambda: anchor(torch.bfloat16), both),
-        Case("anchor_rows", "V 151936, sums only", lambda: anchor(None), loads),
-        Case("products_gradient", "V 151936, stored in bf16", lambda: slopes_of_products(None), both),
-        Case("products_gradient", "V 151936, stored in bf16, softcap", lambda: slopes_of_products(30.0), both),
-        Case("anchored_products", "H 4096, V 151936, stored", lambda: products_of(WIDTH, VOCABULARY, stored=True)),
-        Case("anchored_products", "H 4096, V 151936, stored, with a bias", lambda: products_of(WIDTH, VOCABULARY, stored=True, bias=True)),
-        Case("anchored_products", "H 4096, V 151936, sums only", lambda: products_of(WIDTH, VOCABULARY, stored=False)),
-        Case("anchored_products", "H 100, V 50257, stored", lambda: products_of(100, 50257, stored=True)),
-        Case("anchored_products", "H 100, V 50257, sums only", lambda: products_of(100, 50257, stored=False)),
+        Case("row_statistics", "bf16, V 151936", lambda: statistics_of(bfloat16(n, VOCABULARY)), loads),
+        Case("row_statistics", "float32, V 151936", lambda: statistics_of(float32(n, VOCABULARY)), loads),
+        Case("row_gradient", "bf16 in place, V 151936", lambda: gradient_of(bfloat16(n, VOCABULARY)), both),
+        Case("row_loss", "bf16 in place, V 151936, DAPO with KL", lambda: loss_of(bfloat16(n, VOCABULARY), dapo), both),
+        Case("row_loss", "float32 in place, V 151936, DAPO with KL", lambda: loss_of(float32(n, VOCABULARY), dapo), both),
+        Case("anchor_rows", "V 151936, stored in bf16", lambda: anchor(n, torch.bfloat16), both),
+        Case("anchor_rows", "V 151936, sums only", lambda: anchor(n, None), loads),
+        Case("products_gradient", "V 151936, stored in bf16", lambda: slopes_of_products(n, None), both),
+        Case("products_gradient", "V 151936, stored in bf16, softcap", lambda: slopes_of_products(n, 30.0), both),
+        Case("anchored_products", "H 4096, V 151936, stored", lambda: products_of(n, WIDTH, VOCABULARY, stored=True)),
+        Case("anchored_products", "H 4096, V 151936, stored, bias", lambda: products_of(n, WIDTH, VOCABULARY, stored=True, bias=True)),
+        Case("anchored_products", "H 4096, V 151936, sums only", lambda: products_of(n, WIDTH, VOCABULARY, stored=False)),
+        Case("anchored_products", "H 100, V 50257, stored", lambda: products_of(n, 100, 50257, stored=True)),
+        Case("target_products", "bf16, H 4096", lambda: at_targets(n), loads),
+        Case("hidden_gradient", "bf16, H 4096", lambda: gradient_of_hidden(n), both),
         Case("scaled", "float32 in place, 151936 x 4096", lambda: scale(torch.float32), both),
         Case("scaled", "float32 to bf16, 151936 x 4096", lambda: scale(torch.bfloat16), both),
         Case("token_objective", "n 32768, DAPO with KL", lambda: tokens(32768, dapo)),
@@ -268,7 +289,7 @@ def measured(case: Case, capability: int, kernel: CompiledKernel, grid: tuple[in
     assert found, usage
     registers, stack, static, local = map(int, found.groups())
     if capability >= 90:
-        static = max(static - 1024, 0)  # the driver's share of a program that has any; TARGETS leaves it out, too
+        static = max(static - 1024, 0)  # the driver's share of a program that has any; the limits leave it out, too
     meta = kernel.metadata
     return Compiled(
         (case.launcher, case.inputs), meta.name, capability, grid, meta.num_warps, meta.num_stages, registers, stack + local,
@@ -283,7 +304,7 @@ def output(*command: str) -> str:
 
 def violations(case: Case, kernel: Compiled) -> list[str]:
     """What is wrong with it, by the rules for every kernel and by what the case needs."""
-    limit = TARGETS[kernel.capability].shared_memory
+    limit = SHARED_MEMORY[kernel.capability]
     needs = (*case.needs, TENSOR_CORES[kernel.capability]) if kernel.multiplies else case.needs
     spills = kernel.counts["LDL"] + kernel.counts["STL"]
     wrong = [
@@ -356,13 +377,8 @@ def differences(old: Table, new: Table) -> list[str]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--update", action="store_true", help="write the table's file")
-    what.add_argument("--check", action="store_true", help="compare with the table's file")
-    arguments = parser.parse_args()
-
+def everything() -> tuple[Table, list[str]]:
+    """The table of every case on every GPU, and what is out of bounds."""
     all_cases = cases()
     tasks = list(product(range(len(all_cases)), TARGETS))
     with ProcessPoolExecutor(min(2, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
@@ -373,14 +389,28 @@ def main() -> None:
         for kernel in kernels
         for text in violations(all_cases[index], kernel)
     ]
-    table = table_of([kernel for kernels in results for kernel in kernels])
+    return table_of([kernel for kernels in results for kernel in kernels]), wrong
 
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--update", action="store_true", help="write the table's file")
+    what.add_argument("--check", action="store_true", help="compare with the table's file")
+    arguments = parser.parse_args()
+    if INTERPRETED:
+        parser.error("TRITON_INTERPRET is set, so kernels are interpreted, not compiled; unset it")
+
+    table, wrong = everything()
     if arguments.check:
         version, committed = read(FILE.read_text())
         if version == triton.__version__:
             wrong += differences(committed, table)
+            verdict = f"as in {FILE.name}"
         else:
-            print(f"{FILE.name} is of Triton {version}, this is {triton.__version__}: only the bounds were checked")
+            verdict = f"within the bounds; {FILE.name} is of Triton {version}"
+        if not wrong:
+            print(f"{len(table)} kernels, Triton {triton.__version__}: {verdict}")
     elif arguments.update:
         FILE.write_text(written(table))
     else:

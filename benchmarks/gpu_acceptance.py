@@ -1001,12 +1001,16 @@ def main() -> int:
     options = parser.parse_args()
     if options.dry_run:
         bench = Bench(torch.device("cpu"), traffic_model.H100, DRY, dry=True)
+    elif os.environ.get("TRITON_INTERPRET"):
+        parser.error("TRITON_INTERPRET is set, so Triton's interpreter would be timed in place of the GPU; unset it, or give --dry-run")
     elif torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
         bench = Bench(device, traffic_model.device_named(torch.cuda.get_device_name(device)), FULL, dry=False)
     else:
         parser.error("no NVIDIA GPU on this machine; --dry-run runs the same code without one")
     path = output_path(options.output, bench)
+    if not os.access(path.parent, os.W_OK):
+        parser.error(f"--output: {path.parent} is no folder that can be written")
     sections = run_all(bench, path)
     failed = any(section.failures for section in sections.values()) or bool(sections["correctness"].cut)  # what was cut is not proven
     print(table(sections, targets(bench, sections)))

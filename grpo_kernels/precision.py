@@ -22,16 +22,12 @@ def exact_products(device: torch.device) -> Iterator[None]:
 @dataclass(frozen=True)
 class _Precisions:
     """The process's matmul settings: of the old interface (None where torch refuses to read it, because only the new one was used), of the
-    new one where there is one, and whether bfloat16 products may be reduced in bfloat16."""
+    new one where there is one, and whether bfloat16 products may be reduced in bfloat16, with, where torch has that, whether they may be
+    split."""
 
     legacy: str | None
     current: tuple[str, ...]
-    reduced: Any
-
-    @staticmethod
-    def _modules() -> list[Any]:
-        modules = [getattr(module, "matmul", None) for module in (torch.backends.cuda, torch.backends.mkldnn)]
-        return modules if all(hasattr(module, "fp32_precision") for module in modules) else []
+    reduced: bool | tuple[bool, bool]
 
     @classmethod
     def now(cls) -> _Precisions:
@@ -39,21 +35,28 @@ class _Precisions:
             legacy = torch.get_float32_matmul_precision()
         except RuntimeError:
             legacy = None
-        current = tuple(module.fp32_precision for module in cls._modules())
-        return cls(legacy, current, torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction)
+        matmul = torch.backends.cuda.matmul
+        reduced = matmul.allow_bf16_reduced_precision_reduction
+        split = getattr(matmul, "allow_bf16_reduced_precision_reduction_split_k", None)
+        return cls(legacy, tuple(m.fp32_precision for m in _modules()), reduced if split is None else (reduced, split))
 
-    @classmethod
-    def make_highest(cls) -> None:
+    def make_highest(self) -> None:
         # Through the old interface, which sets the new one too: set alone, that would contradict an old "high", and cuBLAS then refuses.
         torch.set_float32_matmul_precision("highest")
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        reduced = self.reduced
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, reduced[1]) if isinstance(reduced, tuple) else False
 
     def restore(self) -> None:
         if self.legacy is not None:
             torch.set_float32_matmul_precision(self.legacy)
-        for module, precision in zip(self._modules(), self.current, strict=True):
+        for module, precision in zip(_modules(), self.current, strict=True):
             module.fp32_precision = precision
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = self.reduced
+
+
+def _modules() -> list[Any]:
+    modules = [getattr(module, "matmul", None) for module in (torch.backends.cuda, torch.backends.mkldnn)]
+    return modules if all(hasattr(module, "fp32_precision") for module in modules) else []
 
 
 class _FullPrecision:
@@ -69,7 +72,7 @@ class _FullPrecision:
             self._inside += 1
             if self._inside == 1:
                 self._before = _Precisions.now()
-                _Precisions.make_highest()
+                self._before.make_highest()
 
     def __exit__(self, *_: object) -> None:
         with self._lock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -264,16 +265,33 @@ def test_seventy_thousand_rows() -> None:
     torch.testing.assert_close(statistics[0].double(), Exact(logits[at], targets, ones).logp, rtol=0.0, atol=1e-6)
 
 
-def test_grids_have_one_dimension(monkeypatch: pytest.MonkeyPatch) -> None:
-    grids: list[Any] = []
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, tuple[Any, ...]]]:
+    """Launches' grids and arguments, in place of launches."""
+    launches: list[tuple[Any, tuple[Any, ...]]] = []
 
     class Recorder:
         def __getitem__(self, grid: Any) -> Any:
-            grids.append(grid)
-            return lambda *args, **kwargs: None
+            return lambda *args, **kwargs: launches.append((grid, args))
 
     for name in KERNELS:
         monkeypatch.setattr(rows, name, Recorder())
+    return launches
+
+
+@pytest.mark.parametrize("softcap", [20, np.float32(20.0), np.int64(20), 20.0])
+def test_any_number_is_a_softcap(softcap: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton takes a float as an argument, compiles an int in, and refuses numpy's."""
+    launches = recorded(monkeypatch)
+    x, f, i = torch.empty(2, 64), torch.empty(2), torch.empty(2, dtype=torch.int64)
+    rows.anchor_rows(x, 64, i, f, f, bias=None, softcap=softcap, store=None)
+    rows.products_gradient(x, 64, i, f, f, f, f, f, f, bias=None, softcap=softcap, store=torch.float32)
+    for _, arguments in launches:
+        assert [argument for argument in arguments if type(argument) is float] == [20.0]
+    assert len(launches) == 2
+
+
+def test_grids_have_one_dimension(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = recorded(monkeypatch)
     n = 70_000
     x, f, i, statistics = torch.empty(n, 64), torch.empty(n), torch.empty(n, dtype=torch.int64), torch.empty(5, n)
     rows.row_statistics(x, i, i, f)
@@ -281,7 +299,7 @@ def test_grids_have_one_dimension(monkeypatch: pytest.MonkeyPatch) -> None:
     run_row_loss(x, i, i, f, Objective.dapo(), f, f, out=x)
     rows.anchor_rows(x, 64, i, f, f, bias=None, softcap=None, store=None)
     rows.products_gradient(x, 64, i, f, f, f, f, f, f, bias=None, softcap=None, store=torch.float32)
-    assert grids == [(n,)] * 5
+    assert [grid for grid, _ in launches] == [(n,)] * 5
 
 
 def test_rows_beyond_two_to_the_31_elements() -> None:

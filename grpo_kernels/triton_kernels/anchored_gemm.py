@@ -114,8 +114,8 @@ def _epilogue(
     tl.store(place + column_tiles.to(tl.int64) * n, weighted, mask=present)
 
 
-# Not specialised: the chunk's size, which would mean a compilation for each, and values that may be 1, which would become constants. Nor the
-# alignment of tensors of one element per row: they are slices of common buffers, aligned for some sizes only.
+# Not specialised: the chunk's size, which would mean a compilation for each; values that may be 1, which would become constants; and the
+# alignment of tensors of one element per row, slices of common buffers that are aligned for some sizes only.
 _PER_ROW = ["targets", "inverse_temperatures", "offsets", "sums"]
 
 

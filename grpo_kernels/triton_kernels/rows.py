@@ -245,10 +245,12 @@ def row_statistics(logits: Tensor, slots: Tensor, targets: Tensor, inverse_tempe
     _expect_rows(logits, rows, slots, targets, inverse_temperature)
     statistics = torch.empty(5, count, dtype=torch.float32, device=logits.device)
     if targets.numel():
+        # Of float32, 8 warps would hold twice the bytes, and the float64 of their lanes' sums: Triton 3.6 spills.
+        warps = 16 if logits.dtype == torch.float32 else 8
         with on(logits.device):
             _row_statistics_kernel[(rows.count,)](
                 logits, slots, targets, inverse_temperature, statistics, logits.shape[-1], rows.length, rows.outer_stride,
-                rows.inner_stride, targets.numel(), WIDTH=rows.width, **_shape(logits.shape[-1]),
+                rows.inner_stride, targets.numel(), WIDTH=rows.width, **_shape(logits.shape[-1], warps=warps),
             )  # fmt: skip
     return statistics
 

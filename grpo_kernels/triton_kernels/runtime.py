@@ -40,16 +40,15 @@ def multiplicand(x):
 
 @dataclass(frozen=True)
 class Target:
-    """A GPU as far as launchers choose by it. capability: such as 90 for sm_90. shared_memory: bytes that one program may use."""
+    """A GPU as far as launchers choose by it. capability: such as 90 for sm_90."""
 
     capability: int
     multiprocessors: int
-    shared_memory: int
 
 
 # sm_80: A100; sm_90: H100; sm_100: B200. Only for compiling without a GPU, see `assuming`.
-TARGETS = {80: Target(80, 108, 163 << 10), 90: Target(90, 132, 227 << 10), 100: Target(100, 148, 227 << 10)}
-_INTERPRETER = Target(90, 3, 227 << 10)  # few multiprocessors, so that a persistent kernel's programs have several tiles each
+TARGETS = {80: Target(80, 108), 90: Target(90, 132), 100: Target(100, 148)}
+_INTERPRETER = Target(90, 3)  # few multiprocessors, so that a persistent kernel's programs have several tiles each
 
 _assumed: list[Target] = []
 _known: dict[torch.device, Target] = {}
@@ -62,8 +61,7 @@ def target_of(device: torch.device) -> Target:
         return _INTERPRETER
     if device not in _known:
         properties = torch.cuda.get_device_properties(device)
-        shared_memory = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's stubs lack it
-        _known[device] = Target(10 * properties.major + properties.minor, properties.multi_processor_count, shared_memory)
+        _known[device] = Target(10 * properties.major + properties.minor, properties.multi_processor_count)
     return _known[device]
 
 
