@@ -86,15 +86,23 @@ def test_float64_is_torchs() -> None:
     assert torch.equal(ours.logprobs, torchs.logprobs)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", ["dapo", "entropy"])
+HEADS: dict[str, dict[str, Any]] = {
+    "bias": {"bias": True},
+    "soft cap": {"softcap": 5.0},
+    "both": {"bias": True, "softcap": 5.0},
+    "row temperatures": {"temperature": torch.linspace(0.5, 1.5, 24)},
+}
+
+
 @pytest.mark.parametrize(
-    "settings", [{"bias": True}, {"softcap": 5.0}, {"bias": True, "softcap": 5.0}, {"temperature": torch.linspace(0.5, 1.5, 24)}]
+    ("dtype", "way", "name", "head"),
+    [(torch.bfloat16, "library", name, head) for name in ("dapo", "entropy") for head in HEADS]
+    + [(torch.bfloat16, "anchored", "dapo", head) for head in ("bias", "row temperatures")]  # with a soft cap or a bonus it is the library
+    + [(torch.float32, "library", name, "both") for name in ("dapo", "entropy")],
 )
-def test_heads(strategy: str, dtype: torch.dtype, name: str, settings: dict[str, Any]) -> None:
-    if dtype == torch.float32 and strategy == "anchored":
-        pytest.skip("the anchored GEMM is for bfloat16")
-    problems = [make_here(24, 16, 130, dtype=dtype, objective=OBJECTIVES[name], seed=seed, **settings) for seed in range(3)]
+def test_heads(dtype: torch.dtype, way: str, name: str, head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(selection.OVERRIDE, way)
+    problems = [make_here(24, 16, 130, dtype=dtype, objective=OBJECTIVES[name], seed=seed, **HEADS[head]) for seed in range(3)]
     check_against_float64(*problems, backend="triton")
 
 
