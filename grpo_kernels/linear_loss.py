@@ -182,20 +182,30 @@ class _LinearGRPO(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # only under create_graph=True; a constant gradient would be silently wrong there
-            raise RuntimeError("linear_grpo_loss has no second derivative; call backward without create_graph=True")
-        if ctx.gradients is None:
-            raise RuntimeError("linear_grpo_loss: a second backward needs retain_graph=True in the first")
-        # With retain_graph the buffers must survive; otherwise they are scaled in place and given away, which saves a copy of [V, H].
-        keep = torch._C._autograd._get_current_graph_task_keep_graph()
-        gradients, dtypes = ctx.gradients, ctx.dtypes
-        if not keep:
-            ctx.gradients = None
+        gradients, keep = take_gradients(ctx, "linear_grpo_loss")
         scaled = [
             None if g is None else ctx.backend.scaled(g, upstream, dtype, in_place=not keep)
-            for g, dtype in zip(gradients, dtypes, strict=True)
+            for g, dtype in zip(gradients, ctx.dtypes, strict=True)
         ]
         return *scaled, None, None
+
+
+def take_gradients(ctx: Any, name: str) -> tuple[Any, bool]:
+    """What a forward left in `ctx.gradients`, and whether it must stay for a second backward. Otherwise it may be scaled in place and given
+    away, which saves a copy of [V, H].
+
+    Raises:
+        RuntimeError: a second derivative, or a second backward without retain_graph in the first.
+    """
+    if torch.is_grad_enabled():  # only under create_graph=True; a constant gradient would be silently wrong there
+        raise RuntimeError(f"{name} has no second derivative; call backward without create_graph=True")
+    if ctx.gradients is None:
+        raise RuntimeError(f"{name}: a second backward needs retain_graph=True in the first")
+    keep = torch._C._autograd._get_current_graph_task_keep_graph()
+    gradients = ctx.gradients
+    if not keep:
+        ctx.gradients = None
+    return gradients, keep
 
 
 @dataclass

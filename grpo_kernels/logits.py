@@ -13,7 +13,7 @@ from grpo_kernels.backends import select_backend
 from grpo_kernels.backends.triton import kernels
 from grpo_kernels.head import DTYPES, HeadRows, check_target_shape
 from grpo_kernels.linear_logprobs import TokenLogprobs
-from grpo_kernels.linear_loss import PER_ROW, GRPOLoss
+from grpo_kernels.linear_loss import PER_ROW, GRPOLoss, take_gradients
 from grpo_kernels.loss_rows import LossInputs, LossRows
 from grpo_kernels.objective import Objective
 from grpo_kernels.packing import LossCounts, RowLayout
@@ -327,22 +327,15 @@ class FusedJob:
 class _FusedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, job: FusedJob, wanted: bool) -> tuple[Tensor, ...]:
-        ctx.gradient = _gradient_place(logits, overwrite=False) if wanted else None
-        loss, fields = job.compute(logits, ctx.gradient)
+        ctx.gradients = _gradient_place(logits, overwrite=False) if wanted else None
+        loss, fields = job.compute(logits, ctx.gradients)
         per_row = tuple(fields[name] for name in PER_ROW)
         ctx.mark_non_differentiable(*per_row)
         return loss, *per_row
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor | None, None, None]:
-        if torch.is_grad_enabled():
-            raise RuntimeError("grpo_loss has no second derivative; call backward without create_graph=True")
-        if ctx.gradient is None:
-            raise RuntimeError("grpo_loss: a second backward needs retain_graph=True in the first")
-        keep = torch._C._autograd._get_current_graph_task_keep_graph()
-        gradient = ctx.gradient
-        if not keep:
-            ctx.gradient = None
+        gradient, keep = take_gradients(ctx, "grpo_loss")
         return kernels().scaled(gradient, upstream, gradient.dtype, in_place=not keep), None, None
 
 

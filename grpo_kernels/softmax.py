@@ -9,6 +9,10 @@ from torch import Tensor
 
 # exp overflows float32 at 88, and -c / (1 + s) * E underflows before: below this log-probability a row takes its largest logit as offset.
 MIN_ANCHORED_LOGPROB = -60.0
+# Distances x - o are held between these before exp. A row that reaches the upper one is extreme and is redone, and what is kept of it until
+# then must be finite, because it is multiplied by 0: a nat above the limit, exp leaves room for a sum over any vocabulary. The lower one
+# stands for -inf, of which 0 * -inf would be NaN.
+MAX_DISTANCE, MIN_DISTANCE = -MIN_ANCHORED_LOGPROB + 1.0, -1e30
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import acceptance_checks as checks
 import gpu_acceptance
+import gpu_contenders
 import traffic_model
 from acceptance_checks import OBJECTIVES, Case, Judge
 from gpu_acceptance import Bench, Contestant, Section
@@ -406,7 +407,7 @@ def test_row_kernels_and_their_copy_are_timed_on_the_device_alone() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         assert all(c.device_only for c in gpu_acceptance.row_contestants(bench(), dtype))
     there = replace(bench(), device=torch.device(DEVICE))
-    inputs = gpu_acceptance.random_inputs((4, 16, 70), 2, there.device)
+    inputs = gpu_contenders.random_inputs((4, 16, 70), 2, there.device)
     section = Section("losses", late())
     assert not any(c.device_only for c in gpu_acceptance.loss_contestants(there, section, (4, 16, 70), inputs))
 
@@ -415,7 +416,7 @@ def test_compiling_comes_last_and_at_the_first_shape_only() -> None:
     there = replace(bench(), device=torch.device(DEVICE))
 
     def names(shape: tuple[int, int, int]) -> list[str]:
-        inputs = gpu_acceptance.random_inputs(shape, 2, there.device)
+        inputs = gpu_contenders.random_inputs(shape, 2, there.device)
         return [c.name for c in gpu_acceptance.loss_contestants(there, Section("losses", late()), shape, inputs)]
 
     first, second = (names(shape) for shape in gpu_acceptance.DRY.losses)
@@ -574,7 +575,7 @@ def test_arguments_of_verls_kernel() -> None:
 
     def unlike(ctx, hidden, weight, labels, scale) -> None: ...  # type: ignore[no-untyped-def]
 
-    assert gpu_acceptance.arguments(before, known) == ["h", "w", "y", "none", 1.0, None]
-    assert gpu_acceptance.arguments(now, known) == ["h", "w", "y", 1.0, "none", None]
+    assert gpu_contenders.arguments(before, known) == ["h", "w", "y", "none", 1.0, None]
+    assert gpu_contenders.arguments(now, known) == ["h", "w", "y", 1.0, "none", None]
     with pytest.raises(TypeError, match="scale"):
-        gpu_acceptance.arguments(unlike, known)
+        gpu_contenders.arguments(unlike, known)

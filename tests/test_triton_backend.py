@@ -580,7 +580,7 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(tuned_file: Path, monkeypa
 def test_no_home_is_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("GRPO_CACHE", "XDG_CACHE_HOME", selection.OVERRIDE):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(selection.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("Could not determine home directory.")))
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("Could not determine home directory.")))
     selection._tuned.cache_clear()
     assert chosen(576) == "anchored"
     selection._tuned.cache_clear()

@@ -47,8 +47,7 @@ def hidden_of(n: int, width: int, dtype: torch.dtype, layout: str) -> Tensor:
     return hidden.t().contiguous().t() if layout == "transposed" else hidden
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
+shapes = pytest.mark.parametrize(
     ("n", "width", "layout"),
     [
         (5, 1, "plain"),
@@ -60,6 +59,10 @@ def hidden_of(n: int, width: int, dtype: torch.dtype, layout: str) -> Tensor:
         (0, 7, "plain"),
     ],
 )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@shapes
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_target_products(n: int, width: int, layout: str, dtype: torch.dtype, with_bias: bool) -> None:
     hidden, weight, targets = hidden_of(n, width, dtype, layout), weight_of(width, dtype, layout), targets_of(n)
@@ -77,18 +80,7 @@ def test_target_products(n: int, width: int, layout: str, dtype: torch.dtype, wi
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("n", "width", "layout"),
-    [
-        (5, 1, "plain"),
-        (5, 7, "strided"),
-        (5, 64, "transposed"),
-        (4, 1027, "plain"),
-        (2, 1027, "strided"),
-        (1, 64, "plain"),
-        (0, 7, "plain"),
-    ],
-)
+@shapes
 def test_hidden_gradient(n: int, width: int, layout: str, dtype: torch.dtype) -> None:
     weight, targets = weight_of(width, dtype, layout), targets_of(n)
     sums, others, scale = randn(n, width, seed=5), randn(n, seed=6), randn(n, seed=7)

@@ -13,10 +13,6 @@ from grpo_kernels.loss_rows import LossRows
 
 Keep = Literal["nothing", "exponentials", "distances"]
 
-# Distances from the offset are held below this before exp: a row that reaches it is extreme (see `grpo_kernels.softmax`) and is redone,
-# and what a backend keeps of it until then must be finite, because it is multiplied by 0.
-MAX_DISTANCE = 61.0
-
 
 @dataclass(frozen=True)
 class ChunkRows:

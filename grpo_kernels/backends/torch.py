@@ -8,9 +8,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.base import MAX_DISTANCE, ChunkRows, Keep, LogitSlopes, ParameterGradients, Sweep
+from grpo_kernels.backends.base import ChunkRows, Keep, LogitSlopes, ParameterGradients, Sweep
 from grpo_kernels.head import Head, working_dtype
 from grpo_kernels.loss_rows import LossRows
+from grpo_kernels.softmax import MAX_DISTANCE, MIN_DISTANCE
 
 
 class TorchBackend:
@@ -136,7 +137,7 @@ class TorchBackend:
         tile.mul_(rows.inverse_temperature).sub_(offset)
         tile[at, columns] = -math.inf
         # A logit of -inf would make 0 * -inf below a NaN; NaN passes through.
-        tile.clamp_(min=-1e30, max=MAX_DISTANCE)
+        tile.clamp_(min=MIN_DISTANCE, max=MAX_DISTANCE)
         exponentials = tile.exp()
         result.others += exponentials.sum(0)
         result.weighted += (tile * exponentials).sum(0)

@@ -15,11 +15,20 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from grpo_kernels.triton_kernels.runtime import FLOAT, FUSED, INDEX, INTERPRETED, LOG2E, expect, multiplicand, on, stored, target_of
-
-# Distances x - o are kept in between: exp(61) leaves room for a sum over any vocabulary, and 0 * -inf never arises.
-NEAR = tl.constexpr(61.0)
-FAR = tl.constexpr(-1e30)
+from grpo_kernels.triton_kernels.runtime import (
+    FAR,
+    FLOAT,
+    FUSED,
+    INDEX,
+    INTERPRETED,
+    LOG2E,
+    NEAR,
+    expect,
+    multiplicand,
+    on,
+    stored,
+    target_of,
+)
 
 
 @triton.jit

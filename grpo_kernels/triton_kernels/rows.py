@@ -17,14 +17,10 @@ from grpo_kernels.objective import Objective
 from grpo_kernels.softmax import MIN_ANCHORED_LOGPROB
 from grpo_kernels.token_batch import TokenLoss
 from grpo_kernels.triton_kernels.objective import token_settings, token_terms
-from grpo_kernels.triton_kernels.runtime import DOUBLE_TOO, FLOAT, FUSED, INDEX, INTERPRETED, LOG2E, expect, on, stored
+from grpo_kernels.triton_kernels.runtime import DOUBLE_TOO, FAR, FLOAT, FUSED, INDEX, INTERPRETED, LOG2E, NEAR, expect, on, stored
 
 _LOGITS = (torch.float16, torch.bfloat16, torch.float32)
-# A row is extreme beyond. Where exponentials are kept, distances are held a nat above: sums stay finite, and still say "extreme".
 _EXTREME = tl.constexpr(-MIN_ANCHORED_LOGPROB)
-_MAX_DISTANCE = tl.constexpr(-MIN_ANCHORED_LOGPROB + 1.0)
-# In place of a distance of -inf where it is multiplied, for 0 * -inf would be NaN.
-_LOWEST = tl.constexpr(-1e30)
 _LN2 = tl.constexpr(0.6931471805599453)
 _LOG2E_LOW = tl.constexpr(1.4426950408889634 - 1.44269502162933349609375)  # what float32 leaves of log2(e)
 
@@ -66,8 +62,8 @@ def _put(x, value, target, begin, BLOCK: tl.constexpr):
 
 @triton.jit
 def _bounded(distance):
-    """At least _LOWEST; a NaN passes through."""
-    return tl.maximum(distance, _LOWEST, propagate_nan=tl.PropagateNan.ALL)
+    """At least FAR; a NaN passes through."""
+    return tl.maximum(distance, FAR, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -102,7 +98,7 @@ def _sums(row, vocabulary, target, inverse, offset, EVICTION: tl.constexpr, BLOC
     for begin in range(0, vocabulary, BLOCK):
         columns = begin + tl.arange(0, BLOCK)
         x = tl.load(row + columns, mask=columns < vocabulary, other=-float("inf"), eviction_policy=EVICTION).to(tl.float32) * inverse
-        distance = _put(_bounded(x - offset), _LOWEST, target, begin, BLOCK)
+        distance = _put(_bounded(x - offset), FAR, target, begin, BLOCK)
         exponential = _exp(distance, row.dtype.element_ty)
         others += exponential
         weighted += exponential * distance
@@ -429,9 +425,9 @@ def _anchor_rows_kernel(
         columns = begin + tl.arange(0, BLOCK)
         product = tl.load(products + row * padded + columns, mask=columns < padded, other=0.0, eviction_policy="evict_first")
         x, _ = _logit(product, columns, vocabulary, bias, softcap, inverse)
-        distance = tl.minimum(x - offset, _MAX_DISTANCE, propagate_nan=tl.PropagateNan.ALL)
-        distance = _put(_bounded(distance), _LOWEST, target, begin, BLOCK)
-        distance = _inside(distance, _LOWEST, vocabulary, begin, BLOCK)
+        distance = tl.minimum(x - offset, NEAR, propagate_nan=tl.PropagateNan.ALL)
+        distance = _put(_bounded(distance), FAR, target, begin, BLOCK)
+        distance = _inside(distance, FAR, vocabulary, begin, BLOCK)
         exponential = _exp(distance, tl.float32)
         others += exponential
         weighted += exponential * distance

@@ -11,11 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from grpo_kernels.softmax import MAX_DISTANCE, MIN_DISTANCE
+
 # TRITON_INTERPRET=1, read when a kernel is defined: kernels then run in Python on CPU tensors, one program after another.
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 FLOAT, DOUBLE_TOO, INDEX = (torch.float32,), (torch.float32, torch.float64), (torch.int64,)  # what launchers `expect`
 # Of every launch: a b + c may be one rounding. Triton 3.9 warns where it is not said, and 3.10 has another default.
 FUSED = {"enable_fp_fusion": True}
+NEAR, FAR = tl.constexpr(MAX_DISTANCE), tl.constexpr(MIN_DISTANCE)  # between which distances x - o are held
 LOG2E = tl.constexpr(1.4426950408889634)
 
 

